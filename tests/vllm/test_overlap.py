@@ -95,6 +95,19 @@ def test_prompts_are_read_while_they_are_computed(docks: Docks, prompt: Prompts,
     assert parts > 0.1
 
 
+def test_after_a_reset_a_prefill_that_runs_is_not_read(docks: Docks, prompt: Prompts):
+    """Weights may have changed: the decode engine computes the prompt, and the prefill's blocks come back."""
+    src, dst = docks.own(CHUNKED), docks.own(CHUNKED)
+    prefilled, answer = both_legs(src, dst, text := prompt(300))
+    dst.step()
+    assert dst.core.scheduler.reset_prefix_cache(reset_connector=True)
+    dst.finish(answer)
+    assert answer.tokens == dst.right(text)
+    assert not answer.num_external
+    slowly(src, dst, prefilled)
+    assert_whole(src, dst)
+
+
 def test_what_a_draft_model_writes_again_is_not_complete(
     docks: Docks, prompt: Prompts, monkeypatch: pytest.MonkeyPatch
 ):

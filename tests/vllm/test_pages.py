@@ -109,7 +109,7 @@ def test_a_layout_that_is_set_wins_over_what_the_connector_asks_for(monkeypatch)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     nobody = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None))
     assert resolve_kv_cache_layout(nobody, [["LBHNC", "LBNHC"]]).name == "LBNHC"
-    assert "A value that is set wins" in MOVE
+    assert "An explicit value takes precedence" in MOVE
 
 
 def test_every_field_of_the_flag_has_an_answer():

@@ -15,7 +15,7 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from kvferry.integrations.vllm.scheduler import soft
-from kvferry.integrations.vllm.scheduler.tables import Inputs, digest_parts_of
+from kvferry.integrations.vllm.scheduler.tables import Adapters, digest_parts_of
 from kvferry.wire.ticket import part_at
 from tests.vllm.conftest import Docks
 from tests.vllm.engine import PREFILL, Answer, Engine, Params, Setup, drive
@@ -365,7 +365,7 @@ def test_features_that_begin_at_one_token_all_count():
         request = SimpleNamespace(
             all_token_ids=range(128), mm_features=features, lora_request=None, cache_salt=None
         )
-        return digest_parts_of(request, 128, Inputs())
+        return digest_parts_of(request, 128, Adapters())
 
     assert len({parts("a", "b"), parts("c", "b"), parts("a", "c"), parts("ab"), parts()}) == 5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from inspect import getsource
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ pytest.importorskip("nixl", reason="NIXL is not installed")
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.renderers import base as renderer
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvferry.integrations.vllm.scheduler.tables import Inputs
+from kvferry.integrations.vllm.scheduler.tables import is_identified
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.wire.ticket import from_text, to_text
 from tests.vllm.engine import PREFILL, Answer, Engine
@@ -269,18 +271,17 @@ def test_an_adapter_that_is_not_on_this_host_is_not_offered(docks: Docks, prompt
 
 
 def test_images_named_by_a_counter_identify_no_prompt():
-    """Two servers count alike by chance only."""
-    image = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=["an image"])
-    text = SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=[])
+    """Two servers count alike by chance only. A client's own names and hashes of contents do."""
 
-    def inputs(cache_gb: float, *, is_caching: bool) -> Inputs:
-        model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
-        cache = SimpleNamespace(enable_prefix_caching=is_caching)
-        return Inputs(SimpleNamespace(model_config=model, cache_config=cache))
+    def is_known(*names: str) -> bool:
+        features = [SimpleNamespace(identifier=name) for name in names]
+        return is_identified(SimpleNamespace(prompt_token_ids=[1], prompt_embeds=None, mm_features=features))
 
-    assert [inputs(4, is_caching=False).are_identified(each) for each in (image, text)] == [True, True]
-    assert [inputs(0, is_caching=True).are_identified(each) for each in (image, text)] == [True, True]
-    assert [inputs(0, is_caching=False).are_identified(each) for each in (image, text)] == [False, True]
+    assert is_known()
+    assert is_known("0a" * 32, "my image")
+    assert not is_known("0a" * 32, "renderer0-mm-17-image-0")
+    assert not is_known("sql:renderer12-mm-1-video-3")
+    assert 'f"renderer{self.api_process_rank}-mm-{' in getsource(renderer), "vLLM has other names now"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h"])

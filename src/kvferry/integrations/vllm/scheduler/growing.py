@@ -21,7 +21,7 @@ from kvferry.core.request import BlockTable
 from kvferry.endpoint import SourceEngine
 from kvferry.endpoint.source import GrowingOffer
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.scheduler.tables import Groups, Inputs, digest
+from kvferry.integrations.vllm.scheduler.tables import Adapters, Groups, digest
 from kvferry.log import log_of
 from kvferry.runtime.fetch_job import PART_TOKENS
 from kvferry.runtime.values import Released
@@ -56,9 +56,9 @@ class _Computed:
 class GrowingPrefills:
     """The prefills of an engine that a router has named, until they end."""
 
-    def __init__(self, groups: Groups, inputs: Inputs, *, is_alone: bool) -> None:
+    def __init__(self, groups: Groups, adapters: Adapters, *, is_alone: bool) -> None:
         """``is_alone``: the server has no other engine, so a router knows which one runs a prefill."""
-        self._groups, self._inputs, self._is_alone = groups, inputs, is_alone
+        self._groups, self._adapters, self._is_alone = groups, adapters, is_alone
         self._manager: KVCacheManager | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._names: dict[str, str] = {}
@@ -83,7 +83,7 @@ class GrowingPrefills:
         if not self.is_able or request.num_prompt_tokens <= PART_TOKENS:
             return
         try:
-            found = digest(request, request.num_prompt_tokens, self._inputs)
+            found = digest(request, request.num_prompt_tokens, self._adapters)
         except SpecError as refusal:
             log.warning("%s is not offered for overlap: %s", request.request_id, refusal)
             return

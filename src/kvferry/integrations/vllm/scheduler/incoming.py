@@ -20,11 +20,13 @@ from kvferry.endpoint.metric_table import (
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.outgoing import MAX_TRANSFER, TICKET, TICKETS, TRANSFER
 from kvferry.integrations.vllm.scheduler.tables import (
+    UNIDENTIFIED,
+    Adapters,
     BlockIds,
     Groups,
-    Inputs,
     digest,
     digest_parts_of,
+    is_identified,
 )
 from kvferry.integrations.vllm.shared.step import Load, StepMetadata
 from kvferry.log import log_of
@@ -154,7 +156,7 @@ class Incoming:
     def __init__(
         self,
         groups: Groups,
-        inputs: Inputs,
+        adapters: Adapters,
         take_back: Callable[[Ticket], bool],
         trust: Trust,
         open_claimant: Callable[[], Claimant],
@@ -162,7 +164,7 @@ class Incoming:
         is_reading_back: bool = False,
     ) -> None:
         """``take_back`` withdraws a ticket if this engine issued it, and returns whether it did."""
-        self._groups, self._inputs, self._take_back = groups, inputs, take_back
+        self._groups, self._adapters, self._take_back = groups, adapters, take_back
         self._trust, self._host = trust, this_host()
         self._wanted: dict[str, _Wanted] = {}
         """Requests without blocks."""
@@ -207,7 +209,7 @@ class Incoming:
         """Hold a request's ticket, however long the request waits for blocks."""
         params = request.kv_transfer_params or {}
         is_needed, is_there = bool(params.get("do_remote_prefill")), TICKET in params or TICKETS in params
-        can_claim = self._is_reading_back and self._inputs.are_identified(request)
+        can_claim = self._is_reading_back and is_identified(request)
         if not is_needed and not (can_claim and is_there):
             return
         if TRANSFER in params and not is_there:
@@ -306,7 +308,7 @@ class Incoming:
             return None
         most = self._groups.num_loadable(request.num_prompt_tokens)
         try:
-            ours = digest_parts_of(request, most, self._inputs)
+            ours = digest_parts_of(request, most, self._adapters)
         except SpecError as error:
             log.warning("%s: this engine computes the prompt: %s", request.request_id, error)
             return None
@@ -391,11 +393,13 @@ class Incoming:
         return (refused.code.value, str(refused)) if refused else ticket
 
     def _refusal(self, request: Request, ticket: Ticket, most: int) -> _Refused | None:
+        if not is_identified(request):
+            return "other-prompt", UNIDENTIFIED
         try:
-            is_same = ticket.digest == digest(request, ticket.num_tokens, self._inputs)
+            is_same = ticket.digest == digest(request, ticket.num_tokens, self._adapters)
         except SpecError as error:
             return "other-prompt", str(error)
-        if not self._inputs.are_identified(request) or not is_same:
+        if not is_same:
             ours = request.lora_request.lora_name if request.lora_request else "none"
             why = "the ticket is for another prompt, cache_salt or LoRA adapter than this request's"
             return "other-prompt", f"{why} ({ours})"

@@ -16,7 +16,14 @@ from kvferry.endpoint.source import GrowingOffer
 from kvferry.errors import SpecError
 from kvferry.integrations.vllm.scheduler.growing import GrowingPrefills
 from kvferry.integrations.vllm.scheduler.soft import SoftOffers
-from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, Inputs, digest
+from kvferry.integrations.vllm.scheduler.tables import (
+    UNIDENTIFIED,
+    Adapters,
+    BlockIds,
+    Groups,
+    digest,
+    is_identified,
+)
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.step import StepMetadata
 from kvferry.log import log_of
@@ -38,10 +45,10 @@ class Outgoing:
     """The lease authority of a vLLM engine."""
 
     def __init__(
-        self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str, inputs: Inputs
+        self, vllm_config: VllmConfig, groups: Groups, options: Options, engine: str, adapters: Adapters
     ) -> None:
         parallel = vllm_config.parallel_config
-        self._groups, self._options, self._inputs = groups, options, inputs
+        self._groups, self._options, self._adapters = groups, options, adapters
         self._ours = {
             "remote_engine_id": engine,
             "tp_size": parallel.tensor_parallel_size,
@@ -50,8 +57,8 @@ class Outgoing:
         }
         """This engine in answers, under vLLM's own keys."""
         self._source: SourceEngine | None = None
-        self.soft = SoftOffers(groups, inputs, vllm_config)
-        self.growing = GrowingPrefills(groups, inputs, is_alone=parallel.data_parallel_size == 1)
+        self.soft = SoftOffers(groups, adapters, vllm_config)
+        self.growing = GrowingPrefills(groups, adapters, is_alone=parallel.data_parallel_size == 1)
         self._prefilling: dict[str, bool] = {}
         """Prefills for other engines, and whether their prompts were trimmed."""
         self._invitation: Invitation | None = None
@@ -82,7 +89,7 @@ class Outgoing:
         if not _is_for_others(request.kv_transfer_params):
             return
         self._prefilling[request.request_id] = False
-        if not self._inputs.are_identified(request) or request.resumable:
+        if not is_identified(request) or request.resumable:
             return  # prompts with embeddings and streamed prompts cannot be trimmed
         if num_left_out and request.num_prompt_tokens > num_left_out:
             # The caller may reuse the list: replace it, do not change it.
@@ -149,7 +156,7 @@ class Outgoing:
             request.request_id,
             tables,
             num_tokens,
-            digest=digest(request, num_tokens, self._inputs),
+            digest=digest(request, num_tokens, self._adapters),
             held_from=held_from,
             transfer=_transfer(request),
         )
@@ -165,11 +172,8 @@ class Outgoing:
         """Raise SpecError if a reader could not use the blocks."""
         if not num_tokens or not any(block_ids):
             raise SpecError("it has no blocks in the KV cache")
-        if not self._inputs.are_identified(request):
-            raise SpecError(
-                "its prompt has embeddings or unidentified images, so that no reader could verify it"
-                " (images need prefix caching, or --mm-processor-cache-gb above 0)"
-            )
+        if not is_identified(request):
+            raise SpecError(UNIDENTIFIED)
         if self._groups.has_state and request.num_computed_tokens != num_tokens:
             raise SpecError(
                 f"its recurrent state includes {request.num_computed_tokens} tokens, but its prompt has only"

@@ -17,7 +17,7 @@ from kvferry.endpoint.claiming import Claimant
 from kvferry.endpoint.metric_table import Changes
 from kvferry.integrations.vllm.scheduler.incoming import Incoming, PrefixCache, cannot_keep_out
 from kvferry.integrations.vllm.scheduler.outgoing import Outgoing
-from kvferry.integrations.vllm.scheduler.tables import BlockIds, Groups, Inputs
+from kvferry.integrations.vllm.scheduler.tables import Adapters, BlockIds, Groups
 from kvferry.integrations.vllm.shared.dump import dump_engine
 from kvferry.integrations.vllm.shared.options import Options
 from kvferry.integrations.vllm.shared.stats import LoadStats
@@ -46,14 +46,14 @@ class SchedulerSide:
         self._must_bind, self._is_bound = self._is_consumer and is_reused, False
         if self._must_bind:
             self.groups.check_reuse()
-        inputs = Inputs(vllm_config, is_unchecked=options.is_identity_unchecked)
-        self.outgoing = Outgoing(vllm_config, self.groups, options, engine, inputs)
+        adapters = Adapters(is_unchecked=options.is_identity_unchecked)
+        self.outgoing = Outgoing(vllm_config, self.groups, options, engine, adapters)
         can_claim = self._is_producer and self._is_consumer and options.is_reading_back
         # An optional read must not fail a request.
         can_claim = can_claim and transfer.kv_load_failure_policy == "recompute"
         self.incoming = Incoming(
             self.groups,
-            inputs,
+            adapters,
             self.outgoing.take_back,
             options.trust,
             partial(Claimant, engine, trust=options.trust),

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from kvferry.endpoint import SourceEngine
 from kvferry.errors import SpecError
-from kvferry.integrations.vllm.scheduler.tables import Groups, Inputs, digest_parts_of
+from kvferry.integrations.vllm.scheduler.tables import Adapters, Groups, digest_parts_of, is_identified
 from kvferry.integrations.vllm.shared.groups import is_prefix_cached
 from kvferry.log import log_of
 from kvferry.runtime.values import Wanted
@@ -114,8 +114,8 @@ def _num_own(blocks: tuple[list[Any], ...]) -> int:
 class SoftOffers:
     """The soft offers of one engine. Only vLLM's scheduler may call it, because it uses the block pool."""
 
-    def __init__(self, groups: Groups, inputs: Inputs, vllm_config: VllmConfig) -> None:
-        self._groups, self._inputs = groups, inputs
+    def __init__(self, groups: Groups, adapters: Adapters, vllm_config: VllmConfig) -> None:
+        self._groups, self._adapters = groups, adapters
         self._max_in_flight = vllm_config.max_concurrent_batches
         self._manager: KVCacheManager | None = None
         self._history = _History()
@@ -143,11 +143,11 @@ class SoftOffers:
     def offer(self, source: SourceEngine, request: Request) -> Ticket | None:
         """A ticket for what a finished request leaves in the prefix cache; None if that is nothing."""
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if self._manager is None or not self._inputs.are_identified(request) or num_tokens < PART_TOKENS:
+        if self._manager is None or not is_identified(request) or num_tokens < PART_TOKENS:
             return None
         if not request.block_hashes:
             return None
-        parts = digest_parts_of(request, num_tokens, self._inputs)
+        parts = digest_parts_of(request, num_tokens, self._adapters)
         ticket = source.offer_soft(request.request_id, len(parts) // PART_BYTES * PART_TOKENS, parts)
         self._history.add(request.request_id, _Finished(ticket.ticket_id, tuple(request.block_hashes), parts))
         self._young_until = time.monotonic() + YOUNG_SECONDS

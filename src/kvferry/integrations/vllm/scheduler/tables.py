@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,32 +89,31 @@ def _first_own_block(table: BlockTable, first: int) -> int:
 MAX_ADAPTERS = 4096
 
 
-class Inputs:
-    """What identifies a request's inputs besides its tokens: LoRA adapters and multimodal items."""
+_COUNTED = re.compile(r"renderer\d+-mm-\d+-")
+"""In the name of a multimodal item that vLLM names by a counter instead of its content: it does so without
+prefix caching and with ``--mm-processor-cache-gb 0``, unless the client names the item."""
+UNIDENTIFIED = (
+    "its prompt has embeddings or unidentified images: images need prefix caching,"
+    " --mm-processor-cache-gb above 0, or names of the client's own"
+)
 
-    def __init__(self, vllm_config: VllmConfig | None = None, *, is_unchecked: bool = False) -> None:
+
+def is_identified(request: Request) -> bool:
+    """Whether a digest identifies the prompt; false for prompts given as embeddings."""
+    are_named = not any(_COUNTED.search(feature.identifier) for feature in request.mm_features or ())
+    return request.prompt_token_ids is not None and request.prompt_embeds is None and are_named
+
+
+class Adapters:
+    """Identities of LoRA adapters. An adapter's files are read once, at its first use."""
+
+    def __init__(self, *, is_unchecked: bool = False) -> None:
         """``is_unchecked``: identify an adapter by its name if its content cannot be read."""
         self._is_unchecked = is_unchecked
         self._known: dict[tuple[int, str], str] = {}
-        multimodal = vllm_config.model_config.multimodal_config if vllm_config else None
-        self._are_items_counted = bool(
-            vllm_config
-            and multimodal
-            and not multimodal.mm_processor_cache_gb
-            and not vllm_config.cache_config.enable_prefix_caching
-        )
-        """Without either cache, vLLM names a multimodal item by a counter instead of its content."""
-
-    def are_identified(self, request: Request) -> bool:
-        """Whether a digest identifies the prompt; false for prompts given as embeddings."""
-        is_counted = bool(request.mm_features) and self._are_items_counted
-        return request.prompt_token_ids is not None and request.prompt_embeds is None and not is_counted
 
     def identity(self, adapter: LoRARequest) -> str:
-        """Equal on both sides for one adapter, whose files are read once, at its first use.
-
-        Later changes to its files do not affect a loaded adapter.
-        """
+        """Equal on both sides for one adapter. Later changes to its files do not affect a loaded adapter."""
         key = (adapter.lora_int_id, adapter.lora_path)
         if key not in self._known or adapter.load_inplace:
             if len(self._known) >= MAX_ADAPTERS:
@@ -244,31 +244,31 @@ class Groups:
         }
 
 
-def digest(request: Request, num_tokens: int, inputs: Inputs) -> bytes:
+def digest(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
     """A digest of the inputs of a request's first tokens: token ids, multimodal items, adapter and salt."""
     token_ids = array("q", (request.prompt_token_ids or [])[:num_tokens])
     hasher = hashlib.blake2b(token_ids.tobytes(), digest_size=16)
     for feature in request.mm_features:
         if feature.mm_position.offset < num_tokens:
             hasher.update(f"\0{feature.identifier}@{feature.mm_position.offset}".encode())
-    hasher.update(_extra(request, inputs))
+    hasher.update(_extra(request, adapters))
     return hasher.digest()
 
 
-def digest_parts_of(request: Request, num_tokens: int, inputs: Inputs) -> bytes:
+def digest_parts_of(request: Request, num_tokens: int, adapters: Adapters) -> bytes:
     """Digests of growing prefixes of a request, prompt and answer, to compare two requests."""
     marks: dict[int, bytes] = {}
     for feature in request.mm_features:  # two may start at one token: a video's audio and frames
         at = feature.mm_position.offset
         marks[at] = marks.get(at, b"") + f"\0{feature.identifier}".encode()
-    return digest_parts(request.all_token_ids[:num_tokens], _extra(request, inputs), marks)
+    return digest_parts(request.all_token_ids[:num_tokens], _extra(request, adapters), marks)
 
 
-def _extra(request: Request, inputs: Inputs) -> bytes:
+def _extra(request: Request, adapters: Adapters) -> bytes:
     """The inputs besides the prompt. As in vLLM, prompts with different salts share nothing."""
     extra = b""
     if request.lora_request is not None:
-        extra += f"\0lora {inputs.identity(request.lora_request)}".encode()
+        extra += f"\0lora {adapters.identity(request.lora_request)}".encode()
     if request.cache_salt:
         extra += f"\0salt {request.cache_salt}".encode()
     return extra
