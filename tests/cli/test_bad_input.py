@@ -42,7 +42,7 @@ BAD = {
     ),
     "a-model-of-a-file": (
         ("plan", "a.json", "--src-model", "gpt2", "--dst-model", "gpt2", "--dst", "tp=2"),
-        "--src-model gpt2: the src is a manifest file",
+        "--src-model gpt2: --src is a manifest",
     ),
     "a-model-of-no-side": (
         ("plan", *MODEL, "--src-model", "gpt2", "--dst-model", "gpt2", *ENDS),
