@@ -332,6 +332,7 @@ def test_a_grant_of_what_was_not_asked_for_is_not_used(docks: Docks, prompt: Pro
     assert_whole(talk.src, talk.dst)
 
 
+@pytest.mark.timed  # a claim that is not answered within a second is denied
 def test_engines_that_claim_from_each_other_both_go_on(docks: Docks, prompt: Prompts):
     """Each request needs nearly all blocks of its engine, and the other's claim pins a quarter of them."""
     short = replace(SMALL, options=(*BOTH.options, ("lease_seconds", 1.0)))

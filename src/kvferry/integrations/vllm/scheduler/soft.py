@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 MAX_HASHES = 1 << 20
-"""Maximum number of block hashes of all offers: 100 MB if vLLM no longer holds them (230 MB: large blocks)."""
+"""Maximum number of block hashes of all offers: 100 MB if vLLM no longer holds them (large blocks: 230)."""
 YOUNG_SECONDS = 10.0
 """How long an idle engine keeps stepping after its last offer: claims are served only in steps."""
 MAX_PER_STEP = 8
