@@ -114,9 +114,11 @@ def test_the_chosen_link_colours_the_bands(opened):
     band = page.locator("#bands .band").first
     colour = "(band) => getComputedStyle(band).fill"
     direct = band.evaluate(colour)
-    page.locator("input[name=link]:checked").focus()
+    checked = page.locator("input[name=link]:checked")
+    assert checked.get_attribute("data-way") == "direct"
+    checked.focus()
     page.keyboard.press("ArrowLeft")
-    assert page.locator("input[name=link]:checked").get_attribute("data-way") == "mapped"
+    assert checked.get_attribute("data-way") == "packed"
     page.wait_for_function(
         "(was) => getComputedStyle(document.querySelector('.band')).fill !== was", arg=direct
     )
