@@ -261,10 +261,11 @@ def test_params_that_are_no_object_are_ignored(docks: Docks, prompt: Prompt, par
     assert answer.tokens == engine.right(words)
 
 
-def test_an_adapter_that_is_not_on_this_host_is_not_offered(docks: Docks, prompt: Prompt):
+@pytest.mark.parametrize("path", ["someone/some-adapter", "~nobody-here/adapter", "no/such/name"])
+def test_an_adapter_that_is_not_on_this_host_is_not_offered(docks: Docks, prompt: Prompt, path: str):
     """Nothing is downloaded, and nothing that the hub's client raises ends the engine core."""
     pair = own(docks, "llama")
-    answer = pair.src.ask(prompt(40), 1, dict(PREFILL), lora=LoRARequest("sql", 1, "someone/some-adapter"))
+    answer = pair.src.ask(prompt(40), 1, dict(PREFILL), lora=LoRARequest("sql", 1, path))
     pair.drive(answer)
     assert answer.finish_reason == "length"
     assert not answer.params or TICKET not in answer.params

@@ -224,7 +224,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return isinstance(self._side, SchedulerSide) and self._side.groups.has_one_table
 
     def reset_cache(self) -> bool | None:
-        self._scheduler.reset()
+        self._scheduler.incoming.reset()
         return True
 
     def has_pending_push_work(self) -> bool:

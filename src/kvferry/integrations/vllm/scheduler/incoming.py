@@ -504,7 +504,7 @@ class Incoming:
         return step
 
     def reset(self) -> None:
-        """Give up all requests without blocks: this engine computes them."""
+        """The model may have changed: this engine computes all requests that have no blocks yet."""
         for request_id, wanted in self._wanted.items():
             self._give_back(request_id, wanted.tickets)
             self._live[request_id] = ()

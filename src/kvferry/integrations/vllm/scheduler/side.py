@@ -92,10 +92,6 @@ class SchedulerSide:
         self.incoming.finished(request)
         return self.outgoing.finished(request, block_ids, loaded_from)
 
-    def reset(self) -> None:
-        """The model may have changed: load nothing that was computed before."""
-        self.incoming.reset()
-
     @property
     def must_step(self) -> bool:
         return self.outgoing.has_pinned or self.incoming.has_news or self.incoming.is_claiming

@@ -86,9 +86,6 @@ def _first_own_block(table: BlockTable, first: int) -> int:
     return first + int(own[0]) if own.size else len(table.block_ids)
 
 
-MAX_ADAPTERS = 4096
-
-
 _COUNTED = re.compile(r"renderer\d+-mm-\d+-")
 """In the name of a multimodal item that vLLM names by a counter instead of its content: it does so without
 prefix caching and with ``--mm-processor-cache-gb 0``, unless the client names the item."""
@@ -102,6 +99,9 @@ def is_identified(request: Request) -> bool:
     """Whether a digest identifies the prompt; false for prompts given as embeddings."""
     are_named = not any(_COUNTED.search(feature.identifier) for feature in request.mm_features or ())
     return request.prompt_token_ids is not None and request.prompt_embeds is None and are_named
+
+
+MAX_ADAPTERS = 4096
 
 
 class Adapters:
@@ -133,15 +133,14 @@ class Adapters:
 
 def _adapter_folder(path: str) -> Path:
     """An adapter's folder on this host. A worker loads the adapter, so nothing is downloaded here."""
-    here = Path(path).expanduser()
-    if here.is_absolute() or here.exists():
-        return here
     try:
+        here = Path(path).expanduser()
+        if here.is_absolute() or here.exists():
+            return here
         return Path(snapshot_download(path, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise SpecError(
-            f"the LoRA adapter {path} is not in this host's Hugging Face cache: {error}"
-        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        detail = f"the LoRA adapter {path} is neither a folder nor in this host's Hugging Face cache: {error}"
+        raise SpecError(detail) from error
 
 
 NULL_BLOCK = 0
@@ -163,6 +162,7 @@ class Groups:
         self.has_window = any(group.window for group in self._groups.values())
         tables = [group for group in self._groups.values() if group.addressing is Addressing.TABLE]
         self.has_one_table = len(tables) == 1 and not self.has_window
+        """Whether the tokens that vLLM has found for one group with blocks are those of all such groups."""
         # vLLM recomputes the last token of a fully loaded prompt. A state would take that step twice, and a
         # window may have lost the oldest token that the step needs, on both sides.
         num_unsafe = int(self.has_state or self.has_window)
