@@ -161,7 +161,7 @@ def test_a_prefix_that_is_here_is_not_read_and_a_source_for_it_is_given_up(world
 def killed_while_it_is_read(world, tickets):
     world.faults.delay(1 << 30, world.far_end(tickets[1]))
     handle = world.fetch(tickets)
-    until(lambda: world.sources[0].is_open and world.destination.status()["in_flight"] == 1)
+    world.wait_under_way(world.far_end(tickets[1]))
     world.sources[1].close()
     return handle
 
