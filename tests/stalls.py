@@ -5,7 +5,6 @@ process must answer within ten seconds cannot tell a program that failed from a 
 a test is run again once the machine runs, and says so; a test that fails on a machine that runs has failed.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -20,14 +19,18 @@ CALM_SECONDS = 15.0
 PATIENCE = 600.0
 """For how long machines are waited for, in all."""
 LOOK = f"""
-import os, sys, time
+import os, select, sys, time
 print(flush=True)
 while os.getppid() == int(sys.argv[1]):
     looked = time.monotonic()
-    time.sleep(0.1)
+    is_asked = select.select([0], [], [], 0.1)[0]
     late = time.monotonic() - looked - 0.1
     if late > {SHORTEST}:
-        print(looked + late, late, flush=True)
+        print(looked + 0.1 + late, late, flush=True)
+    if is_asked:
+        if not os.read(0, 1):
+            break
+        print(flush=True)
 """
 
 
@@ -37,23 +40,27 @@ class StallWatch:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", LOOK, str(os.getpid())],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
+            text=True,
         )
-        assert self.process.stdout is not None
-        self._pipe = self.process.stdout
-        self._pipe.readline()  # it looks from now on
-        os.set_blocking(self._pipe.fileno(), False)
-        self._text = b""
+        self._stalls: list[tuple[float, ...]] = []
         self._patience = PATIENCE
+        self._listen()  # it looks from now on
+
+    def _listen(self) -> None:
+        """Until it says that this is all."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline().strip():
+            self._stalls.append(tuple(map(float, line.split())))
 
     def lost_since(self, moment: float) -> float:
         """For how many seconds it stood still, in all, since a moment of the monotonic clock."""
-        time.sleep(SHORTEST)  # the watch, too, has to wake up
-        with contextlib.suppress(BlockingIOError):
-            self._text += self._pipe.read() or b""
-        stalls = [tuple(map(float, line.split())) for line in self._text.splitlines()]
-        return sum(seconds for ended, seconds in stalls if ended > moment)
+        assert self.process.stdin is not None
+        self.process.stdin.write("?")
+        self.process.stdin.flush()
+        self._listen()
+        return sum(seconds for ended, seconds in self._stalls if ended > moment)
 
     def wait_for_calm(self) -> float:
         """Until the machine runs, or patience is at its end; how many seconds that took."""
@@ -70,5 +77,4 @@ class StallWatch:
     def close(self) -> None:
         """Look no more."""
         self.process.kill()
-        self.process.wait()
-        self._pipe.close()
+        self.process.communicate()

@@ -42,7 +42,7 @@ def stay(listen):
 socket.socket.listen = stay(socket.socket.listen)
 zmq.Socket.bind = stay(zmq.Socket.bind)
 """
-"""Python runs it before each command: a socket that is open for a moment only is open long enough to be seen."""
+"""Python runs this before each command: what is open for a moment only is open long enough to be seen."""
 
 
 @dataclass(frozen=True, slots=True)
