@@ -27,7 +27,7 @@ from kvferry.testing.strategies import (
     requests,
 )
 
-NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "2000"))
+NUM_EXAMPLES = int(os.environ.get("KVFERRY_LAW_EXAMPLES", "1000"))
 LEAST_SHARE = 0.01
 
 seen: dict[str, Counter[str]] = defaultdict(Counter)
