@@ -139,7 +139,7 @@ FAULT_PARTS  := $(foreach part,llama gemma3 "not+llama+and+not+gemma3",'tests/vl
 
 # What a new series of vLLM is most likely to break.
 CORE_FILES := $(wildcard tests/vllm/test_scheduler*.py tests/vllm/test_describe_*.py) \
-              $(patsubst %,tests/vllm/test_%.py,kernels layout_check multi_connector plugin prefix_cache read_back)
+              $(patsubst %,tests/vllm/test_%.py,geometry kernels layout_check multi_connector plugin prefix_cache read_back)
 
 # Then between whole engines.
 e2e: e2e-inside e2e-live ## real vLLM on a CPU, tokens compared with a single engine's: the part that CI runs (VLLM=0.33: that version)

@@ -124,7 +124,7 @@ def test_another_connector_is_noted_and_planned_as_ours(config):
             "qwen3-32b has attention over K and V: vLLM",
         ),
         ("deepseek-v3.2 --attention-backend FLASHMLA", "deepseek-v3.2 has sparse MLA: vLLM does not start"),
-        ("deepseek-v3.2 --kv-cache-dtype fp8", "a row of sparse MLA has 576 or 656 bytes"),
+        ("deepseek-v3.2 --kv-cache-dtype fp8", "an fp8 row of sparse MLA has 576 or 656 bytes"),
         ("qwen3-32b --block-size auto", "block must be a whole number, got 'auto'"),
         ("qwen3-32b --block-size 0", "block must be at least 1, got 0"),
         ("qwen3-32b --block-size 8", "--block-size 8: vLLM needs a multiple of 16"),

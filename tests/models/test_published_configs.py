@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.errors import SpecError
-from kvferry.models import Model, Topology, describe, model_from_config, model_named
+from kvferry.models import Model, Topology, catalogue, describe, model_from_config, model_named
 from kvferry.models.describe import served_block
 from kvferry.models.topology import why_not_served
 from tests.models.published import (
@@ -81,10 +82,35 @@ def test_a_list_of_blocks_says_the_same_as_a_pattern() -> None:
 
 def test_a_checkpoint_with_a_quantised_cache_says_its_dtype() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    model = model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_scheme": scheme}})
-    assert {part.item.dtype for part in model.layers[0].caches[0].page.parts} == {"fp8_e4m3"}
-    with pytest.raises(SpecError, match="quantization_config: KV cache format 'NVFP4' is not supported"):
-        model_from_config({**MIXTRAL_8X7B, "quantization_config": {"kv_cache_quant_algo": "NVFP4"}})
+    for method in ("compressed-tensors", "modelopt"):
+        quantised = {"quant_method": method, "kv_cache_scheme": scheme}
+        model = model_from_config({**MIXTRAL_8X7B, "quantization_config": quantised})
+        assert {part.item.dtype for part in model.layers[0].caches[0].page.parts} == {"fp8_e4m3"}
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "NVFP4"},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 4, "type": "float"}},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": "fp8"},
+    ],
+)
+def test_a_format_of_quantised_caches_that_is_not_known_is_refused(quantised: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match=r"config: a KV cache .*is not supported"):
+        model_from_config({**MIXTRAL_8X7B, "quantization_config": quantised})
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_sparse_latents_in_fp8_are_not_guessed(dtype: str) -> None:
+    """Whether a flag, a topology or the checkpoint says so: vLLM's rows depend on its backend."""
+    model = model_named("deepseek-v3.2")
+    with pytest.raises(SpecError, match="576 or 656 bytes"):
+        describe(model, Topology.parse(f"tp=2,dtype={dtype}"))
+    values = dict(catalogue()["deepseek-v3.2"]["config"])
+    values["quantization_config"] = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+    with pytest.raises(SpecError, match="576 or 656 bytes"):
+        model_from_config(values)
 
 
 def test_windows_of_qwen_begin_behind_the_full_layers() -> None:
@@ -154,9 +180,18 @@ def test_vllm_does_not_serve_layers_that_share_a_cache_across_stages() -> None:
     model, pp = model_named("gemma-3n-e4b"), Topology(pp=3)
     assert describe(model, pp).rank(2).views == ()
     assert list(why_not_served(model, pp)) == [
-        "layers.23 uses the cache of layers.18, which is on another pipeline stage"
+        "models of the kind gemma3n_text have no pipeline stages",
+        "layers.23 uses the cache of layers.18, which is on another pipeline stage",
     ]
-    assert list(why_not_served(model, Topology(pp=2))) == []
+    assert list(why_not_served(replace(model, architecture="gemma4_text"), Topology(pp=2))) == []
+
+
+def test_vllm_does_not_split_groups_of_states_that_do_not_come_out() -> None:
+    model = model_named("nemotron-h-8b")
+    assert list(why_not_served(model, Topology(tp=8))) == []
+    assert list(why_not_served(model, Topology(tp=16))) == [
+        "8 groups of the recurrent state are not divisible by tp=16"
+    ]
 
 
 BLOCKS = {
@@ -197,6 +232,24 @@ def test_a_block_size_that_is_asked_for_is_the_step_of_a_hybrid() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "an encoder": ({**MIXTRAL_8X7B, "is_causal": False}, "is_causal is false"),
+    "a number for a list": ({**MINIMAX_M2, "attn_type_list": 1}, "attn_type_list must be a list"),
+    "a number for rope": (
+        {**PUBLISHED["llama-4-scout"][0]["text_config"], "no_rope_layers": 4},
+        "no_rope_layers must be a list",
+    ),
+    "an interval of 0": (
+        {**PUBLISHED["llama-4-scout"][0]["text_config"], "no_rope_layer_interval": 0},
+        "no_rope_layer_interval must be a whole number from 1",
+    ),
+    "a number for a pattern": (
+        {**NEMOTRON_H_8B, "hybrid_override_pattern": 4},
+        "hybrid_override_pattern must have one entry for each of",
+    ),
+    "no heads": (
+        {**MIXTRAL_8X7B, "num_key_value_heads": 0},
+        "num_key_value_heads must be a whole number from 1",
+    ),
     "an unknown letter": (
         {**NEMOTRON_H_8B, "hybrid_override_pattern": "M" * 51 + "W"},
         "has 'W': supported are",

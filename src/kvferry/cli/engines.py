@@ -67,7 +67,12 @@ def model_of_file(config: Path) -> ServedModel:
 
 def _of_file(config: Path, name: str) -> ServedModel:
     with at(str(config)):
-        return ServedModel(name, _json_object(config), config)
+        values = _json_object(config)
+    beside = config.with_name("hf_quant_config.json")
+    if config.name == "config.json" and values.get("quantization_config") is None and beside.is_file():
+        with at(str(beside)):
+            values["quantization_config"] = _json_object(beside)
+    return ServedModel(name, values, config)
 
 
 def unknown_model(name: str) -> str:
@@ -241,11 +246,6 @@ def _check_backend(model: Model, backend: str, topology: Topology) -> None:
     if backend and has_latents != ("MLA" in backend):
         kind = "MLA" if has_latents else "attention over K and V"
         raise SpecError(f"--attention-backend {backend}: {model.name} has {kind}: vLLM does not start")
-    if topology.dtype.startswith("fp8") and is_sparse:
-        raise SpecError(
-            f"--kv-cache-dtype fp8 of {model.name}: a row of sparse MLA has 576 or 656 bytes, depending on"
-            " the GPU and the attention backend. Dump the engine's manifest and pass the file"
-        )
     is_hybrid = any(cache.is_recurrent for cache in caches)
     step = serve_command.BACKENDS.get(backend, 0) or (16 if is_hybrid else model.default_block)
     if topology.block % step:

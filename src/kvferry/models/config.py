@@ -11,12 +11,27 @@ from kvferry.models.model import dtype_name
 
 MAX_LAYERS = 10_000
 
+_SIZES_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096}
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_key_value_heads": 8, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_conv": 4},
     "falcon": {"multi_query": True},
     "falcon_h1": {"num_key_value_heads": 8, "mamba_n_groups": 1, "mamba_d_conv": 4},
-    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
-    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    "gemma": {
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+    },
+    "gemma2": {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+    },
     "gemma3_text": {
         "hidden_size": 2304,
         "num_hidden_layers": 26,
@@ -45,6 +60,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"num_key_value_heads": 8},
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     "jamba": {"num_key_value_heads": 8},
+    "llama": _SIZES_7B,
     "llama4_text": {
         "hidden_size": 5120,
         "num_hidden_layers": 48,
@@ -55,8 +71,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "no_rope_layer_interval": 4,
     },
     "minimax_m2": {"num_key_value_heads": 8, "head_dim": 128},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8},
+    "mistral": {**_SIZES_7B, "num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {**_SIZES_7B, "num_key_value_heads": 8},
     "nemotron_h": {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -68,14 +84,23 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         # vLLM's default as well.
         "mamba_ssm_cache_dtype": "float32",
     },
-    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False, "max_window_layers": 28},
+    "olmo2": _SIZES_7B,
+    "phi3": {**_SIZES_7B, "hidden_size": 3072},
+    "qwen2": {**_SIZES_7B, "num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW_OFF},
     "qwen3": {
+        **_SIZES_7B,
         "num_key_value_heads": 32,
         "head_dim": 128,
-        "use_sliding_window": False,
         "max_window_layers": 28,
+        **_WINDOW_OFF,
     },
-    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        **_WINDOW_OFF,
+    },
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
 }
 """Defaults of the config classes of transformers, which published config.json files omit."""
@@ -87,6 +112,14 @@ TEXT_OF = {
     "llama4": "llama4_text",
 }
 """The ``model_type`` of the ``text_config`` of multimodal models that omit it."""
+
+FIXED_LAYERS = frozenset(
+    {"gemma", "glm4_moe", "gpt2", "gpt_oss", "minimax", "minimax_m2", "mixtral", "qwen3_moe"}
+)
+"""vLLM does not read ``layer_types`` of these."""
+
+WITHOUT_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text"})
+"""As with vLLM, which uses bf16 instead."""
 
 DECIDING = re.compile(
     r"heads|n_head|d_head|head_dim|head_size|key_value|kv_|window|bidirectional|(?<!cross_)chunk_size|chunked"
@@ -114,12 +147,15 @@ class Config:
 
     def __init__(self, values: Mapping[str, Any], dtype: str = "") -> None:
         text = values.get("text_config")
-        given = {**values, **text} if isinstance(text, Mapping) else dict(values)
+        inner = text if isinstance(text, Mapping) else {}
+        dtypes = [side.get(key) for side in (values, inner) for key in ("dtype", "torch_dtype")]
+        given = {**values, **inner, "dtype": next(filter(None, dtypes), None)}
         self.kind = given.get("model_type", "")
         if not isinstance(self.kind, str):
             raise SpecError(f"config: model_type must be a string, got {self.kind!r}")
         self._given = given
-        self._values = {**CLASS_DEFAULTS.get(TEXT_OF.get(self.kind, self.kind), {}), **given}
+        self._defaults = CLASS_DEFAULTS.get(TEXT_OF.get(self.kind, self.kind), {})
+        self._values = {**self._defaults, **given}
         self._read: set[str] = set()
         self._dtype = dtype
 
@@ -128,14 +164,17 @@ class Config:
         self._read.add(key)
         return self._values.get(key)
 
-    def integer(self, *keys: str, default: object = _REQUIRED, most: int = 1 << 20) -> int:
-        """An integer under any of these names, which must agree."""
+    def integer(self, *keys: str, default: object = _REQUIRED, least: int = 1, most: int = 1 << 20) -> int:
+        """An integer under any of these names, which must agree; it may be 0 if that is the default."""
         found: dict[str, int] = {}
+        least = 0 if default == 0 else least
         for key in keys:
             value = self.get(key)
             if value is not None:
-                if type(value) is not int or not 0 <= value <= most:
-                    raise SpecError(f"config: {key} must be a whole number up to {most}, got {value!r}")
+                if type(value) is not int or not least <= value <= most:
+                    raise SpecError(
+                        f"config: {key} must be a whole number from {least} to {most}, got {value!r:.80}"
+                    )
                 found[key] = value
         if len(set(found.values())) > 1:
             raise SpecError(f"config: these keys are synonyms with different values: {found}")
@@ -161,6 +200,13 @@ class Config:
             )
         return value
 
+    def numbers(self, key: str) -> Sequence[int]:
+        """A list of integers; empty if the key is missing."""
+        value = self.get(key) or []
+        if not isinstance(value, list) or {type(one) for one in value} - {int, bool}:
+            raise SpecError(f"config: {key} must be a list of whole numbers, got {value!r:.80}")
+        return value
+
     def check_all_read(self, ignored: Collection[str] = ()) -> None:
         """Raise if a key that may affect the cache is set and was not read."""
         for key, value in self._given.items():
@@ -180,25 +226,50 @@ class Config:
     @property
     def dtype(self) -> str:
         """The dtype of the computation. As with vLLM's `auto`, fp32 checkpoints use bf16."""
-        own = dtype_name(self.text("torch_dtype", "dtype", default="bfloat16"))
-        return self._dtype or ("bf16" if own == "fp32" else own)
+        own = dtype_name(self.text("dtype", default="bfloat16"))
+        is_unfit = own == "fp32" or (own == "fp16" and self.kind in WITHOUT_FP16)
+        return self._dtype or ("bf16" if is_unfit else own)
 
     @property
     def kv_dtype(self) -> str:
-        """The dtype of K, V and latents: the model's, or that of its quantisation config."""
-        quantised = self.get("quantization_config")
-        scheme = None
-        if isinstance(quantised, Mapping):
-            scheme = quantised.get("kv_cache_scheme") or quantised.get("kv_cache_quant_algo")
+        """The dtype of K and V: the model's, or that of its quantisation config."""
+        method, scheme = self._cache_scheme
+        if method != "compressed-tensors" or scheme is None:
+            return self.latent_dtype
         match scheme:
-            case None:
-                return self.dtype
-            case {"num_bits": 8, "type": "float"} | "FP8" | "fp8":
+            case {"num_bits": 8, "type": "float"}:
                 return "fp8_e4m3"
             case _:
-                raise SpecError(
-                    f"config: quantization_config: KV cache format {scheme!r:.80} is not supported"
-                )
+                raise SpecError(f"config: a KV cache of the format {scheme!r:.80} is not supported")
+
+    @property
+    def latent_dtype(self) -> str:
+        """The dtype of latents, for which vLLM reads ModelOpt's configs only."""
+        method, scheme = self._cache_scheme
+        if not method.startswith("modelopt"):
+            return self.dtype
+        name = scheme.lower() if isinstance(scheme, str) else scheme
+        match name:
+            case "nvfp4" | {"num_bits": 4, "type": "float"}:
+                raise SpecError(f"config: a KV cache in NVFP4 is not supported: {scheme!r:.80}")
+            case "fp8" | {"num_bits": 8, "type": "float", "dynamic": False}:
+                return "fp8_e4m3"
+            case _:
+                return self.dtype
+
+    @property
+    def _cache_scheme(self) -> tuple[str, Any]:
+        """The quantisation method, and what it says of the cache."""
+        found = [self.get(key) for key in ("quantization_config", "compression_config")]
+        outer = next((each for each in found if isinstance(each, Mapping)), {})
+        inner, producer = (
+            each if isinstance(each, Mapping) else {}
+            for each in (outer.get("quantization"), outer.get("producer"))
+        )
+        method = str(outer.get("quant_method") or producer.get("name") or "").lower()
+        keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+        schemes = [side.get(key) for key in keys for side in (inner, outer)]
+        return method.replace("_tensors", "-tensors"), next(filter(None, schemes), None)
 
     @property
     def q_heads(self) -> int:
@@ -225,16 +296,20 @@ class Config:
     def window(self) -> int:
         """Tokens in the window of a window layer; 0: no window."""
         width = self.integer("sliding_window", "sliding_window_size", default=0, most=1 << 30)
-        if self.get("use_sliding_window") is False:
-            self._read.add("max_window_layers")
-            return 0
-        return width
+        self._read.update(("use_sliding_window", "max_window_layers"))  # by Qwen's classes only
+        is_off = "use_sliding_window" in self._defaults and self.get("use_sliding_window") is False
+        return 0 if is_off else width
 
     def layer_types(self, pattern: int = 0) -> Sequence[Any]:
         """The type of each layer: listed, periodic with one full layer in ``pattern``, or all equal."""
-        count = self.num_layers
-        every = self.integer("sliding_window_pattern", "_sliding_window_pattern", default=pattern)
-        if self.get("layer_types") is not None:
-            return self.sequence("layer_types", count)
+        count, every = self.num_layers, pattern
+        if self.kind.startswith("gemma3"):
+            every = self.integer("sliding_window_pattern", "_sliding_window_pattern", default=pattern)
         kind = "sliding_attention" if self.window else "full_attention"
-        return [kind if not every or (i + 1) % every else "full_attention" for i in range(count)]
+        of_class = [kind if not every or (i + 1) % every else "full_attention" for i in range(count)]
+        if self.get("layer_types") is None:
+            return of_class
+        listed = self.sequence("layer_types", count)
+        if self.kind in FIXED_LAYERS and listed != of_class:
+            raise SpecError(f"config: layer_types of model_type {self.kind!r} must be {of_class!r:.80}")
+        return listed

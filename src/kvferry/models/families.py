@@ -26,6 +26,10 @@ from kvferry.layout.pages import (
 from kvferry.models.config import TEXT_OF, Config
 from kvferry.models.model import Cache, Layer, Model, attention, dtype_name
 
+SPARSE_FP8 = (
+    "an fp8 row of sparse MLA has 576 or 656 bytes, depending on the GPU and the attention backend. Dump the"
+    " engine's manifest and pass the file"
+)
 VARIANTS = ("-instruct", "-base", "-chat", "-it", "-pt", "-thinking")
 """Suffixes of trained variants, which have the same cache."""
 
@@ -43,10 +47,11 @@ def _attention(config: Config, heads: int = 0, *, window: int = 0) -> Cache:
     return attention(heads or config.kv_heads, config.head_dim, config.kv_dtype, window=window)
 
 
-def _latent(config: Config) -> Cache:
+def _latent(config: Config, why_not_fp8: str = "") -> Cache:
     """MLA: latent and rope key in one row."""
     width = config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
-    return Cache("attn", latent(width, Item.of(config.kv_dtype)))
+    cache = Cache("attn", latent(width, Item.of(config.dtype)), why_not_fp8=why_not_fp8)
+    return cache.with_dtype(config.latent_dtype)
 
 
 def _uniform(config: Config, pattern: int = 0) -> tuple[Layer, ...]:
@@ -70,7 +75,7 @@ def _by_types(config: Config, types: Sequence[Any], full: Cache | None = None) -
 
 def _qwen(config: Config) -> tuple[Layer, ...]:
     """Qwen2 and Qwen3: the first ``max_window_layers`` layers have no window."""
-    num_full = config.integer("max_window_layers") if config.window else 0
+    num_full = config.integer("max_window_layers", least=0) if config.window else 0
     types = config.layer_types()
     if config.get("layer_types") is None:
         types = ["full_attention" if i < num_full else kind for i, kind in enumerate(types)]
@@ -112,7 +117,9 @@ def _llama4(config: Config) -> tuple[Layer, ...]:
     """Chunked attention (a window of one chunk), and full attention on layers without rope."""
     chunk = config.integer("attention_chunk_size", default=0, most=1 << 30)
     every = config.integer("no_rope_layer_interval")
-    has_rope = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    has_rope = config.numbers("no_rope_layers") or [
+        int((i + 1) % every != 0) for i in range(config.num_layers)
+    ]
     types = ["chunked_attention" if rope else "full_attention" for rope in has_rope]
     if len(types) != config.num_layers or config.get("layer_types") not in (None, types):
         raise SpecError(
@@ -126,7 +133,7 @@ def _llama4(config: Config) -> tuple[Layer, ...]:
 
 def _minimax(config: Config) -> tuple[Layer, ...]:
     """MiniMax-M2: full attention only."""
-    if set(config.get("attn_type_list") or [1]) != {1}:
+    if set(config.numbers("attn_type_list")) - {1}:
         raise SpecError("config: attn_type_list: only 1 (attention with softmax) is supported")
     return _uniform(config)
 
@@ -147,10 +154,11 @@ def _mla(config: Config) -> tuple[Layer, ...]:
     """Latents: DeepSeek-V3, Kimi-K2; with an indexer: DeepSeek-V3.2."""
     if config.get("use_mla") is False:
         raise SpecError("config: use_mla is false: only latents are supported for this model_type")
-    caches: tuple[Cache, ...] = (_latent(config),)
+    width = config.integer("index_head_dim", default=0)
+    caches: tuple[Cache, ...] = (_latent(config, SPARSE_FP8 if width else ""),)
     types = config.layer_types() if config.get("layer_types") is not None else ()
     _check_types("layer_types", types, ("full_attention", "indexed_attention"))
-    if width := config.integer("index_head_dim", default=0):
+    if width:
         keys = values_then_scales(width, 4 * -(-width // 128), "fp8 rows, fp32 scales")
         caches += (Cache("indexer", keys),)
     return _layers(config.num_layers, lambda i: caches)
@@ -166,7 +174,7 @@ def _kimi_linear(config: Config) -> tuple[Layer, ...]:
     kernel = linear.integer("short_conv_kernel_size")
     items = (Item.of(config.dtype), Item.of("fp32"))
     kda = Cache("linear", delta_net(heads, dim, heads, dim, kernel, *items))
-    full = set(inner.get("full_attn_layers") or ())
+    full = set(linear.numbers("full_attn_layers"))
     return _layers(config.num_layers, lambda i: (_latent(config) if i + 1 in full else kda,))
 
 
@@ -179,7 +187,7 @@ def _gated_delta(config: Config) -> tuple[Layer, ...]:
         config.integer("linear_value_head_dim"),
         config.integer("linear_conv_kernel_dim"),
         Item.of(config.dtype),
-        Item.of(dtype_name(config.text("mamba_ssm_dtype", default=config.dtype))),
+        Item.of(config.dtype),
     )
     gdn = Cache("linear", state)
     every = config.integer("full_attention_interval", default=4) or 1
@@ -218,7 +226,10 @@ def _mamba2(config: Config, keys: Mamba2Keys, ssm_dtype: str = "") -> Cache:
     """The Mamba-2 cache, with the state in the model's dtype by default."""
     heads = config.integer(keys.heads)
     if config.get(keys.head_dim) == "auto":
-        dim = config.integer("mamba_expand") * config.integer("hidden_size") // max(1, heads)
+        inner = config.integer("mamba_d_ssm", default=0) or (
+            config.integer("mamba_expand") * config.integer("hidden_size")
+        )
+        dim = inner // max(1, heads)
     else:
         dim = config.integer(keys.head_dim)
     if config.integer("mamba_d_ssm", default=heads * dim) != heads * dim:
@@ -254,9 +265,9 @@ def _nemotron(config: Config) -> tuple[Layer, ...]:
     kept = {"state": (state,), "attention": (_attention(config),), "nothing": ()}
     keys = ("hybrid_override_pattern", "layers_block_type", "layer_types")
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    if config.get(key) is None:
+    if (listed := config.get(key)) is None:
         raise SpecError(f"config: {' or '.join(keys)} is missing")
-    count = config.integer("num_hidden_layers", default=len(config.get(key)))
+    count = config.integer("num_hidden_layers", default=len(listed) if isinstance(listed, list | str) else 1)
     types = config.sequence(key, count)
     _check_types(key, types, _NEMOTRON_LAYERS)
     return _layers(count, lambda i: kept[_NEMOTRON_LAYERS[types[i]]])
@@ -264,15 +275,16 @@ def _nemotron(config: Config) -> tuple[Layer, ...]:
 
 def _granite(config: Config) -> tuple[Layer, ...]:
     """Granite: mamba or attention, by ``layer_types``."""
-    state, full = (_mamba2(config, _BAMBA),), (_attention(config),)
-    kinds = {"mamba": state, "linear_attention": state, "attention": full, "full_attention": full}
     types = config.sequence("layer_types", config.num_layers)
-    _check_types("layer_types", types, kinds)
-    return _layers(config.num_layers, lambda i: kinds[types[i]])
+    of_state, of_attention = ("mamba", "linear_attention"), ("attention", "full_attention")
+    _check_types("layer_types", types, (*of_state, *of_attention))
+    state = (_mamba2(config, _BAMBA),) if set(types) & set(of_state) else ()
+    full = (_attention(config),)
+    return _layers(config.num_layers, lambda i: state if types[i] in of_state else full)
 
 
 def _bamba(config: Config) -> tuple[Layer, ...]:
-    indices = set(config.get("attn_layer_indices") or ())
+    indices = set(config.numbers("attn_layer_indices"))
     mamba, full = _mamba2(config, _BAMBA), _attention(config)
     return _layers(config.num_layers, lambda i: (full if i in indices else mamba,))
 
@@ -293,7 +305,7 @@ def _jamba(config: Config) -> tuple[Layer, ...]:
         Item.of(config.dtype),
     )
     state = Cache("mamba", page)
-    period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset")
+    period, offset = config.integer("attn_layer_period"), config.integer("attn_layer_offset", least=0)
     return _layers(
         config.num_layers, lambda i: (_attention(config) if i % max(1, period) == offset else state,)
     )
@@ -332,9 +344,9 @@ def _deepseek_v4(config: Config) -> tuple[Layer, ...]:
         ),
         128: (window, compressed("attn", 128, row), compressor("compressor", 2 * dim, 128, 8)),
     }
-    if not config.get("compress_ratios"):
+    ratios = config.numbers("compress_ratios")
+    if not ratios:
         raise SpecError("config: compress_ratios is missing")
-    ratios = config.sequence("compress_ratios", len(config.get("compress_ratios")))
     if len(ratios) < config.num_layers or set(ratios[: config.num_layers]) - by_ratio.keys():
         raise SpecError(f"config: compress_ratios needs 0, 4 or 128 for each layer, got {ratios!r:.80}")
     return _layers(config.num_layers, lambda i: by_ratio[ratios[i]])
@@ -378,6 +390,7 @@ _OF_MAMBA = (
     *("mamba_norm_before_gate", "mamba_rms_norm", "mamba_dt_rank", "mamba_dt_min", "mamba_dt_max"),
     *("mamba_dt_limit", "mamba_dt_init_floor", "mamba_inner_layernorms", "use_mamba_kernels", "use_mambapy"),
     *("use_conv_bias", "chunk_size", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier"),
+    "mamba_use_mlp",
 )
 IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -386,7 +399,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"), _OF_MAMBA),
     "nemotron_h": (*_OF_MAMBA, "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     "gemma4_text": ("per_layer_config",),
-    "qwen3_moe": ("max_window_layers",),
+    "phi3": ("full_attn_mod",),
+    "qwen3_next": ("mamba_ssm_dtype",),
 }
 """Keys that match ``DECIDING`` and do not affect the cache of these families."""
 
@@ -402,6 +416,8 @@ def model_from_config(values: Mapping[str, Any], name: str = "", dtype: str = ""
         raise SpecError(
             f"config: model_type {kind!r} is not supported: supported are {', '.join(sorted(FAMILIES))}"
         )
+    if config.get("is_causal") is False:
+        raise SpecError("config: is_causal is false: such a model only encodes, and has no KV cache")
     layers = FAMILIES[kind](config)
     config.check_all_read(IGNORED.get(kind, ()))
     architecture = TEXT_OF.get(kind, kind)

@@ -41,6 +41,8 @@ class Cache:
     """Its own block size; 0: the engine's."""
     page_multiple: int = 1
     """Pages are padded to a multiple of these bytes."""
+    why_not_fp8: str = ""
+    """Why it cannot be described in fp8; empty: it can."""
 
     @property
     def is_attention(self) -> bool:
@@ -51,6 +53,8 @@ class Cache:
         return self.page.kind is Kind.RECURRENT
 
     def with_dtype(self, dtype: str) -> Cache:
+        if self.why_not_fp8 and dtype.startswith("fp8"):
+            raise SpecError(self.why_not_fp8)
         parts = tuple(replace(part, item=Item.of(dtype)) for part in self.page.parts)
         return replace(self, page=replace(self.page, parts=parts))
 

@@ -143,6 +143,12 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 }
 
 
+WITHOUT_STAGES = frozenset({"gemma3n_text", "mamba2"})
+ALL_OR_NO_WINDOWS = frozenset({"qwen2", "qwen3"})
+"""Kinds of models of which vLLM serves no other; with ``layer_types``, it also serves a mixture if
+``max_window_layers`` is the number of layers."""
+
+
 def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
     """Each reason why vLLM and similar engines would not start.
 
@@ -157,9 +163,17 @@ def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
     tp, num_heads = topology.tp, model.num_query_heads
     if num_heads % tp:
         yield f"{num_heads} attention heads are not divisible by tp={tp}"
-    for num_kv_heads in sorted(_kv_heads(model)):
+    for num_kv_heads in sorted(_spread(model, "head")):
         if num_kv_heads % tp and tp % num_kv_heads:
             yield f"{num_kv_heads} KV heads and tp={tp}: neither is a multiple of the other"
+    for num_groups in sorted(_spread(model, "group") - {1}):
+        if num_groups % tp:
+            yield f"{num_groups} groups of the recurrent state are not divisible by tp={tp}"
+    if model.architecture in WITHOUT_STAGES and topology.num_stages > 1:
+        yield f"models of the kind {model.architecture} have no pipeline stages"
+    windows = {cache.window for layer in model.layers for cache in layer.caches}
+    if model.architecture in ALL_OR_NO_WINDOWS and len(windows) > 1:
+        yield f"models of the kind {model.architecture} have a window on all layers or on none"
     plan = stages(len(model.layers), topology.pp)
     stage_of = {model.layers[i].name: stage for stage, layers in enumerate(plan) for i in layers}
     for layer in model.layers:
@@ -168,11 +182,12 @@ def why_not_served(model: Model, topology: Topology) -> Iterator[str]:
             break
 
 
-def _kv_heads(model: Model) -> set[int]:
+def _spread(model: Model, axis: str) -> set[int]:
+    """Sizes of a dimension of which ranks may have copies."""
     parts = (part for layer in model.layers for cache in layer.caches for part in cache.page.parts)
     return {
         dim.size
         for part in parts
         for dim in part.dims
-        if dim.axis == "head" and dim.sharding is Sharding.SPREAD
+        if dim.axis == axis and dim.sharding is Sharding.SPREAD
     }
