@@ -1,6 +1,7 @@
 """What one client can do to the others, and what it can find out."""
 
 import asyncio
+import gc
 import io
 import json
 import time
@@ -14,6 +15,7 @@ from aiohttp import web
 from kvferry.proxy.bodies import MAX_STRUCTURE, STRUCTURE
 from tests.proxy.conftest import TICKET, World, answering, complete, give_ticket, hang, play, streaming
 from tests.proxy.test_failures import break_off
+from tests.proxy.test_overlap import CAN
 
 MIB = 2**20
 HALF_A_REQUEST = b"GET /live HTTP/1.1\r\nHost: x\r\n"
@@ -273,6 +275,64 @@ def test_a_client_that_does_not_take_a_whole_answer_is_cut_off():
         assert world.sample("aborted_connections_total", reason="answer-not-taken") == 1
 
     play(test, decode=[long], client_seconds=0.5)
+
+
+def test_a_client_that_takes_its_answer_slowly_gets_all_of_it():
+    length = 40_000_000
+
+    async def long(_: web.Request) -> web.Response:
+        return web.json_response({"choices": [{"text": "x" * length}]})
+
+    async def test(world: World) -> None:
+        num_bytes, began = 0, time.monotonic()
+        async with connection(world, post(b'{"prompt": "x"}')) as reader:
+            while num_bytes < length:
+                async with asyncio.timeout(10):
+                    num_bytes += len(await reader.read(2**16))
+                if num_bytes < length // 2:
+                    await asyncio.sleep(0.005)
+        assert time.monotonic() - began > 1, "longer than it has for a part"
+        assert not world.sample("aborted_connections_total", reason="answer-not-taken")
+
+    play(test, decode=[long], client_seconds=0.5)
+
+
+def test_a_stream_without_chunks_ends_with_its_connection():
+    """HTTP/1.0 has none, whatever its client says of the connection."""
+
+    async def test(world: World) -> None:
+        body = b'{"prompt": "x", "stream": true}'
+        head = (
+            f"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        async with connection(world, head.encode() + body) as reader, asyncio.timeout(10):
+            assert (await reader.read()).endswith(b"data: {}\n\ndata: [DONE]\n\n")
+
+    play(test, decode=[streaming([b"data: {}\n\n", b"data: [DONE]\n\n"])])
+
+
+def test_a_client_that_has_gone_leaves_no_body_in_memory():
+    """Not even until the garbage collector runs: a task that has failed refers to itself."""
+
+    async def test(world: World) -> None:
+        assert (await world.ask())[0] == 200  # from now on both legs are sent at once
+        world.prefill[0].behave = world.decode[0].behave = hang
+        gc.collect()
+        gc.disable()
+        for number in range(1, 4):
+            async with connection(world, post(b'{"prompt": "' + b"x" * MIB + b'"}')):
+                while len(world.decode[0].bodies) <= number or len(world.prefill[0].bodies) <= number:
+                    await asyncio.sleep(0.01)
+            while world.sample("requests_under_way"):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        kept = [each for each in gc.get_objects() if isinstance(each, io.BytesIO)]
+        assert max((each.getbuffer().nbytes for each in kept if not each.closed), default=0) < MIB
+
+    try:
+        play(test, prefill=[answering(200, {"choices": [], "kv_transfer_params": CAN})])
+    finally:
+        gc.enable()
 
 
 def test_a_chunked_body_that_trickles_is_refused():

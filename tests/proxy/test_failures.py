@@ -1,7 +1,9 @@
 """What becomes of a request when a server fails, a client goes, or the proxy is told to stop."""
 
 import asyncio
+import errno
 import json
+import os
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from kvferry.proxy import application, servers
 from kvferry.proxy.settings import Role
 from tests.proxy.conftest import (
     PROMPT,
+    TICKET,
     World,
     answering,
     complete,
@@ -133,6 +136,61 @@ def test_a_decode_server_that_cannot_be_reached_is_replaced():
     play(test, decode=[None, complete])
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_servers_that_cannot_be_reached_do_not_use_up_the_tries(role):
+    """They have not seen the prompt, so it is not to blame."""
+    absent = {"prefill": (), "decode": (), role: (None, None)}
+
+    async def test(world: World) -> None:
+        assert (await world.ask())[0] == 200
+        assert world.decode[-1].bodies[0]["kv_transfer_params"] == TICKET
+
+    play(test, prefill=(*absent["prefill"], give_ticket), decode=(*absent["decode"], complete))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_server_that_does_not_read_is_given_up(role, monkeypatch):
+    """Neither its client waits for ever, nor does the connection stay."""
+    monkeypatch.setattr(application, "UNREAD_SECONDS", 1.0)
+
+    async def test(world: World) -> None:
+        left: list[asyncio.StreamWriter] = []
+
+        async def stuck(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            left.append(writer)
+
+        await world.get("/health")  # no check is under way
+        async with await asyncio.start_server(stuck, "127.0.0.1", 0) as listener:
+            world.server(role).url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            before = len(os.listdir("/proc/self/fd"))
+            async with asyncio.timeout(20):
+                status, body = await world.ask(prompt="x" * 12_000_000)
+                assert (status, "did not answer in time" in body["error"]["message"]) == (504, True)
+                while len(os.listdir("/proc/self/fd")) > before + len(left):
+                    await asyncio.sleep(0.05)
+            assert left
+            for writer in left:
+                writer.transport.abort()
+
+    play(test, prefill_seconds=1.0, decode_seconds=1.0)
+
+
+def test_without_a_free_file_descriptor_servers_are_not_to_blame(monkeypatch):
+    def exhausted(_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(application, "server_socket", exhausted)
+
+    async def test(world: World) -> None:
+        status, body = await world.ask()
+        assert (status, "no file descriptor left" in body["error"]["message"]) == (503, True)
+        assert (await world.get("/health"))[0] == 200
+        assert world.server("prefill").is_ready
+
+    play(test)
+
+
 def test_a_server_that_is_not_there_is_named_in_the_log(caplog):
     async def test(world: World) -> None:
         status, body = await world.ask()
@@ -140,6 +198,7 @@ def test_a_server_that_is_not_there_is_named_in_the_log(caplog):
         assert "the prefill server cannot be reached; request " in body["error"]["message"]
         name = body["error"]["message"].rpartition(" ")[2]
         assert f"request {name}: prefill server {world.prefill[0].url} cannot be reached: " in caplog.text
+        assert "is not ready: cannot be reached: " in caplog.text
 
     play(test, prefill=[None], is_falling_back=False)
 

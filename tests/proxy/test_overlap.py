@@ -301,6 +301,18 @@ def test_a_decode_leg_that_fails_is_sent_again_with_the_ticket(name, is_late):
     play(test, prefill=[prefilling()])
 
 
+def test_a_decode_leg_that_takes_too_long_is_not_sent_again():
+    """Its server has computed for all the time that an answer may take."""
+
+    async def test(world: World) -> None:
+        await learn(world)
+        world.decode[0].behave = hang
+        assert (await world.ask())[0] == 504
+        assert len(world.decode[0].bodies) == 1
+
+    play(test, prefill=[prefilling()], decode_seconds=0.5)
+
+
 def test_a_decode_leg_that_fails_twice_is_told():
     async def test(world: World) -> None:
         await learn(world)

@@ -181,6 +181,36 @@ def test_a_stream_goes_out_event_by_event_as_it_comes():
     play(test, decode=[in_steps])
 
 
+def test_lines_of_events_may_end_as_in_http():
+    async def test(world: World) -> None:
+        async with world.post(stream=True) as answer:
+            assert await answer.read() == b'data: {"text": "a"}\n\n' + DONE
+
+    parts = [b'data: {"text": "a"}\r', b"\n\r\ndata: [DO", b"NE]\r\n\r", b"\n"]
+    play(test, decode=[streaming(parts)])
+
+
+def test_a_long_event_is_held_until_its_end():
+    """What is to be removed from it may be its last field."""
+    long = {"choices": [{"text": "x" * 3 * 2**20}]}
+
+    async def test(world: World) -> None:
+        async with world.post(stream=True) as answer:
+            event, end = (await answer.read()).split(b"\n\n", 1)
+        assert (json.loads(event.removeprefix(b"data: ")), end) == (long, DONE)
+
+    sent = json.dumps({**long, "kv_transfer_params": TICKET}).encode()
+    play(test, decode=[streaming([b"data: " + sent + b"\n\n" + DONE])])
+
+
+def test_an_event_without_an_end_breaks_the_stream_off():
+    async def test(world: World) -> None:
+        async with world.post(stream=True) as answer:
+            assert b"the decode server sent an event of more than 16777216 bytes" in await answer.read()
+
+    play(test, decode=[streaming([b"data: "] + [b"x" * 2**20] * 17, then="hang")])
+
+
 async def until_ended(world: World) -> None:
     while world.sample("requests_under_way"):
         await asyncio.sleep(0.01)

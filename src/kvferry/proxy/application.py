@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -45,9 +46,11 @@ FORWARDED_HEADERS = ("Authorization",)
 HEALTH_SECONDS = 0.5
 """How long ``/health`` waits for servers before it reports their last state. Kubernetes' probes wait 1 s."""
 NUM_RETRIES = 1
-"""Further servers of a kind to try after one failed: a prompt that crashes servers reaches two at most."""
+"""Further servers of a kind to ask after one failed: a prompt that crashes servers reaches two at most."""
 MAX_BODIES = 32
 """Limit of all bodies in memory together, in multiples of the largest allowed body."""
+UNREAD_SECONDS = 60.0
+"""How long a server may read nothing of a request."""
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 T = TypeVar("T")
@@ -91,7 +94,7 @@ class Proxy:
     async def _connected(self, _: web.Application) -> AsyncIterator[None]:
         # A connection for each request: one that is closed under a request is always that request's own, and
         # a server that cannot be connected to has surely not seen it. No cookie of a client reaches another.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=server_socket)
         jar = aiohttp.DummyCookieJar()
         async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as self._session:
             checking = asyncio.create_task(self._keep_checking())
@@ -178,7 +181,9 @@ class Proxy:
         try:
             return await self._complete(asked)
         finally:
-            await ended(asked.early)  # a request whose connection closes is aborted
+            early, asked.early = asked.early, None
+            await ended(early)  # a request whose connection closes is aborted
+            asked.body.clear()  # a failed task refers to itself, and its frames to what they had
 
     async def _complete(self, asked: Completion) -> web.StreamResponse:
         account, transfer = asked.account, bodies.Fields()
@@ -192,7 +197,7 @@ class Proxy:
         try:
             response = await asked.early
         except ServerFailed as failure:
-            if account.first_byte:
+            if account.first_byte or failure.status == HTTPStatus.GATEWAY_TIMEOUT:
                 raise
             self.metrics.overlaps.labels("decode-failed").inc()
             log.warning("request %s: %s; retrying after the prefill", account.name, failure)
@@ -361,6 +366,8 @@ class Proxy:
     ) -> web.StreamResponse:
         """Stream an answer. If the server breaks off, the last event is an error."""
         out = web.StreamResponse(headers={**STREAM_HEADERS, NAME_HEADER: account.name})
+        if request.version < aiohttp.HttpVersion11:
+            out.force_close()  # without chunks, only the connection's end is the answer's
         try:
             await out.prepare(request)
             while chunk := await events.next():
@@ -388,6 +395,7 @@ class Proxy:
         server was unreachable, so that the ticket is unused.
         """
         tried: list[ModelServer] = []
+        num_asked = 0
         while (server := self._pools[role].pick(tried)) is not None:
             tried.append(server)
             with server.busy():
@@ -397,13 +405,15 @@ class Proxy:
                     self.metrics.asked.labels(role, server.url, "refused").inc()
                     raise
                 except ServerFailed as failure:
-                    self._go_on_after(failure, tried, account)
+                    num_asked += failure.was_asked
+                    is_last = num_asked > NUM_RETRIES or len(tried) == len(self._pools[role].servers)
+                    self._go_on_after(failure, account, is_last=is_last)
                 else:
                     self.metrics.asked.labels(role, server.url, "ok").inc()
                     yield server, result
                     return
 
-    def _go_on_after(self, failure: ServerFailed, tried: list[ModelServer], account: RequestAccount) -> None:
+    def _go_on_after(self, failure: ServerFailed, account: RequestAccount, *, is_last: bool) -> None:
         """Raise the failure, unless another server may be asked."""
         role, pool = failure.server.role, self._pools[failure.server.role]
         account.was_seen |= failure.was_asked and role is Role.PREFILL
@@ -412,7 +422,7 @@ class Proxy:
         if not failure.was_asked:
             pool.mark(failure.server, is_ready=False, why=failure.why)
         is_safe = role is Role.PREFILL or not failure.was_asked
-        if not is_safe or len(tried) > NUM_RETRIES or len(tried) == len(pool.servers):
+        if not is_safe or is_last:
             raise failure
         account.num_retries += 1
         self.metrics.retries.labels(role).inc()
@@ -428,15 +438,17 @@ class Proxy:
         limit: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
         """The successful answer of one server, from its first byte on; the caller closes it."""
+        limit = limit or self._timeout(total=CHECK_SECONDS)
         with failures_of(server):
-            answer = await self._session.request(
-                method,
-                server.url + path,
-                headers=headers,
-                data=body if body is None else encoded(body),
-                timeout=limit or self._timeout(total=CHECK_SECONDS),
-                allow_redirects=False,  # a ticket goes to the servers that were named, and to no other
-            )
+            async with asyncio.timeout(limit.total or limit.sock_read):  # it may not read the body
+                answer = await self._session.request(
+                    method,
+                    server.url + path,
+                    headers=headers,
+                    data=body if body is None else encoded(body),
+                    timeout=limit,
+                    allow_redirects=False,  # a ticket goes to the servers that were named, and to no other
+                )
         try:
             await check_status(answer, server)
         except BaseException:
@@ -483,6 +495,14 @@ async def ended(*tasks: asyncio.Task[Any] | None) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+def server_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A connection to a server that reads nothing ends, even if its request was given up."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
+    return made
 
 
 def headers_of(request: web.Request, account: RequestAccount) -> Headers:

@@ -21,12 +21,12 @@ SPARE_FILES = 64
 
 
 def max_connections(max_requests: int, max_files: int) -> int:
-    """Half of the connections may be idle. A request needs two files: connections to its client and a server.
+    """Half of the connections may be idle. A request needs three files: its client, and two servers.
 
     >>> max_connections(4096, 1 << 20), max_connections(4096, 1024)
-    (8192, 480)
+    (8192, 320)
     """
-    return max(1, min(2 * max_requests, (max_files - SPARE_FILES) // 2))
+    return max(1, min(2 * max_requests, (max_files - SPARE_FILES) // 3))
 
 
 def raise_file_limit() -> None:
@@ -91,15 +91,19 @@ class BoundedServer(web.Server):
             return await self._handle_request(request)
         finally:
             if handler in self._open:
-                self._idle[handler] = self._loop.call_later(self._seconds, self._abort_unread, handler)
+                self._await_reading(handler)
 
     def _not_idle(self, handler: web.RequestHandler) -> None:
         if timer := self._idle.pop(handler, None):
             timer.cancel()
 
-    def _abort_unread(self, handler: web.RequestHandler) -> None:
-        if self._open[handler].get_write_buffer_size():
+    def _await_reading(self, handler: web.RequestHandler, last: int | None = None) -> None:
+        """Abort a connection whose client takes nothing of an answer; ``last``: what was left before."""
+        left = self._open[handler].get_write_buffer_size()
+        if left and left == last:
             self._abort(handler, "answer-not-taken")
+        elif left or last is None:
+            self._idle[handler] = self._loop.call_later(self._seconds, self._await_reading, handler, left)
 
     def _abort(self, handler: web.RequestHandler, reason: str) -> None:
         self._metrics.aborted.labels(reason).inc()

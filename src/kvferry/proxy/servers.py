@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import logging
@@ -37,7 +38,8 @@ class ServerFailed(Exception):
         ``was_asked``: whether the server may have seen the request.
         """
         super().__init__(f"{server} {why}: {detail}" if detail else f"{server} {why}")
-        self.server, self.why, self.status, self.was_asked = server, why, status, was_asked
+        self.server, self.why, self.detail, self.status = server, why, detail, status
+        self.was_asked = was_asked
 
     def for_client(self, name: str) -> str:
         """Without the server's address, which the log has under the request's name."""
@@ -105,7 +107,9 @@ class ServerPool:
                 async with health as answer:
                     is_ready, why = answer.status == HTTPStatus.OK, f"/health answered {answer.status}"
         except ServerFailed as failure:
-            is_ready, why = False, failure.why
+            is_ready, why = False, f"{failure.why}: {failure.detail}" if failure.detail else failure.why
+        except ErrorAnswer:
+            return  # this process lacks what a check needs
         self.mark(server, is_ready=is_ready, why=why)
 
     def mark(self, server: ModelServer, *, is_ready: bool, why: str = "") -> None:
@@ -125,6 +129,8 @@ def failures_of(server: ModelServer) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        if isinstance(error, aiohttp.ClientConnectorError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            refuse_busy("the proxy has no file descriptor left")
         detail = error.os_error.strerror if isinstance(error, aiohttp.ClientConnectorError) else ""
         detail = detail or "the connection timed out"
         raise ServerFailed(server, "cannot be reached", detail=detail, status=bad, was_asked=False) from error
@@ -142,8 +148,8 @@ MAX_ANSWER_BYTES, MAX_REFUSAL_BYTES = 64 * 2**20, 2**20
 
 LAST_EVENT = b"data: [DONE]"
 ERROR_EVENT, NO_TEXT = b'data: {"error"', b'"content":""'
-MAX_EVENT_BYTES = 2**20
-"""A longer event is sent in parts."""
+MAX_EVENT_BYTES = 16 * 2**20
+"""A stream with a longer event fails."""
 
 
 class ErrorAnswer(Exception):
@@ -209,7 +215,7 @@ class EventStream:
 
     def __init__(self, answer: aiohttp.ClientResponse, server: ModelServer, name: str) -> None:
         self._answer, self._server, self._name = answer, server, name
-        self._held, self._last, self._has_ended, self._first = b"", b"", False, b""
+        self._held, self._last, self._has_ended, self._first = bytearray(), b"", False, b""
         self.failure: ServerFailed | None = None
 
     async def begin(self) -> None:
@@ -248,10 +254,20 @@ class EventStream:
         return b""
 
     def _cut(self, chunk: bytes) -> bytes:
-        held = self._held + chunk
-        cut = held.rfind(EVENT_END) + len(EVENT_END) if EVENT_END in held else 0
-        if held.strip() == LAST_EVENT or len(held) - cut > MAX_EVENT_BYTES:
+        """The whole events that have come; the rest is held until its end."""
+        held = self._held
+        if held.endswith(b"\r") and chunk:
+            chunk = bytes((held.pop(),)) + chunk
+        num_seen = max(0, len(held) - 1)
+        held += chunk.replace(b"\r\n", b"\n")
+        end = held.rfind(EVENT_END, num_seen)
+        cut = end + len(EVENT_END) if end >= 0 else 0
+        if len(held) < 2 * len(LAST_EVENT) and held.strip() == LAST_EVENT:
             cut = len(held)
-        whole, self._held = held[:cut], held[cut:]
+        if len(held) - cut > MAX_EVENT_BYTES:
+            why = f"sent an event of more than {MAX_EVENT_BYTES} bytes"
+            raise ServerFailed(self._server, why, status=HTTPStatus.BAD_GATEWAY)
+        whole = bytes(held[:cut])
+        del held[:cut]
         self._last = (self._last + whole)[-2 * len(LAST_EVENT) :]
         return whole
