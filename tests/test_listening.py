@@ -148,10 +148,14 @@ def listeners_while_it_runs(
                 time.sleep(LOOK_SECONDS)
         finally:
             family = family_of(process.pid)
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
+            for _ in range(20):
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(1)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue  # it may not have listened to signals yet
+            else:
                 for pid in family:
                     os.kill(pid, signal.SIGKILL)
     return found

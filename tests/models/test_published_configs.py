@@ -171,6 +171,14 @@ def test_a_checkpoint_in_float32_is_kept_in_bf16_unless_float32_is_asked_for() -
     assert (kept(""), kept("fp32"), kept("fp16")) == ("bf16", "fp32", "fp16")
 
 
+def test_gemma_2_is_not_served_in_fp16() -> None:
+    values = {"model_type": "gemma2", "num_hidden_layers": 2, "torch_dtype": "float16"}
+    model = model_from_config(values)
+    assert {part.item.dtype for part in model.layers[0].caches[0].page.parts} == {"bf16"}
+    with pytest.raises(SpecError, match="dtype fp16: vLLM does not serve model_type 'gemma2' with it"):
+        model_from_config(values, dtype="fp16")
+
+
 def test_a_stage_may_keep_nothing() -> None:
     mlp = describe(model_from_config(NEMOTRON_H_8B), Topology(pp=52))
     assert {len(rank.views) for rank in mlp.ranks} == {0, 2, 4}

@@ -119,7 +119,7 @@ FIXED_LAYERS = frozenset(
 """vLLM does not read ``layer_types`` of these."""
 
 WITHOUT_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text"})
-"""As with vLLM, which uses bf16 instead."""
+"""vLLM serves their fp16 checkpoints in bf16."""
 
 DECIDING = re.compile(
     r"heads|n_head|d_head|head_dim|head_size|key_value|kv_|window|bidirectional|(?<!cross_)chunk_size|chunked"
@@ -227,8 +227,10 @@ class Config:
     def dtype(self) -> str:
         """The dtype of the computation. As with vLLM's `auto`, fp32 checkpoints use bf16."""
         own = dtype_name(self.text("dtype", default="bfloat16"))
-        is_unfit = own == "fp32" or (own == "fp16" and self.kind in WITHOUT_FP16)
-        return self._dtype or ("bf16" if is_unfit else own)
+        unfit = ("fp32", "fp16") if self.kind in WITHOUT_FP16 else ("fp32",)
+        if self._dtype == "fp16" and self._dtype in unfit:
+            raise SpecError(f"dtype fp16: vLLM does not serve model_type {self.kind!r} with it")
+        return self._dtype or ("bf16" if own in unfit else own)
 
     @property
     def kv_dtype(self) -> str:
