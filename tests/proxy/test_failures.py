@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import socket
 import time
 
 import pytest
@@ -148,10 +149,30 @@ def test_servers_that_cannot_be_reached_do_not_use_up_the_tries(role):
     play(test, prefill=(*absent["prefill"], give_ticket), decode=(*absent["decode"], complete))
 
 
+def test_a_server_that_takes_no_connections_is_replaced(monkeypatch):
+    """Also if the time for an answer is not longer than the time to connect."""
+    monkeypatch.setattr(application, "CHECK_SECONDS", 0.5)
+
+    async def test(world: World) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+            others = [socket.socket() for _ in range(4)]
+            for other in others:
+                other.setblocking(False)
+                other.connect_ex(full.getsockname())
+            await asyncio.sleep(0.1)
+            world.server("decode").url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            assert (await world.get("/v1/models"))[0] == 200
+            assert len(world.decode[1].headers) == 1
+            for other in others:
+                other.close()
+
+    play(test, decode=[complete, complete], connect_seconds=0.5)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_server_that_does_not_read_is_given_up(role, monkeypatch):
     """Neither its client waits for ever, nor does the connection stay."""
-    monkeypatch.setattr(application, "UNREAD_SECONDS", 1.0)
+    monkeypatch.setattr(application, "UNREAD_SECONDS", 4.0)
 
     async def test(world: World) -> None:
         left: list[asyncio.StreamWriter] = []
@@ -173,7 +194,7 @@ def test_a_server_that_does_not_read_is_given_up(role, monkeypatch):
             for writer in left:
                 writer.transport.abort()
 
-    play(test, prefill_seconds=1.0, decode_seconds=1.0)
+    play(test, prefill_seconds=1.0, decode_seconds=1.0, connect_seconds=1.0)
 
 
 def test_without_a_free_file_descriptor_servers_are_not_to_blame(monkeypatch):

@@ -186,7 +186,7 @@ def test_lines_of_events_may_end_as_in_http():
         async with world.post(stream=True) as answer:
             assert await answer.read() == b'data: {"text": "a"}\n\n' + DONE
 
-    parts = [b'data: {"text": "a"}\r', b"\n\r\ndata: [DO", b"NE]\r\n\r", b"\n"]
+    parts = [b'data: {"text": "a"}\r', b"\n\r\ndata: [DO", b"NE]\r\n", b"\r", b"\n"]
     play(test, decode=[streaming(parts)])
 
 

@@ -119,7 +119,7 @@ QWEN3_NEXT = {
     "mlp_only_layers": [0, 1, 2],
     "mamba_ssm_dtype": "float32",
 }
-PALIGEMMA = {
+PALIGEMMA: dict[str, Any] = {
     "model_type": "paligemma",
     "architectures": ["PaliGemmaForConditionalGeneration"],
     "hidden_size": 2048,
@@ -151,7 +151,7 @@ PALIGEMMA = {
     },
 }
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-MODELOPT = {
+MODELOPT: dict[str, Any] = {
     "producer": {"name": "modelopt", "version": "0.23"},
     "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
 }
@@ -183,6 +183,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama, layer types": {**LLAMA, "sliding_window": 1024, "layer_types": MIXED},
     "llama, two dtypes": {**LLAMA, "torch_dtype": "float16", "dtype": "bfloat16"},
     "llama, modelopt": quantised(LLAMA, MODELOPT),
+    "llama, modelopt without an algorithm": quantised(
+        LLAMA, {**MODELOPT, "quantization": {**MODELOPT["quantization"], "quant_algo": None}}
+    ),
     "llama, modelopt, flat": quantised(
         LLAMA, {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FP8}
     ),
@@ -204,6 +207,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2, no window left": {**QWEN2, "use_sliding_window": True, "max_window_layers": 4},
     "qwen3": {**QWEN3, "head_dim": 128},
     "gemma2": GEMMA2,
+    "gemma2, a pattern that is not read": {**GEMMA2, "sliding_window_pattern": 3},
     "gemma2, fp16": {**GEMMA2, "torch_dtype": "float16"},
     "gemma3, a pattern": {**GEMMA3, "sliding_window_pattern": 3},
     "gpt-oss": {**GPT_OSS, "sliding_window": 128},
@@ -211,9 +215,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK,
     "deepseek-v3, compressed": quantised(DEEPSEEK, COMPRESSED),
     "granite, attention only": GRANITE,
+    "granite, attention only, with keys of states": {
+        **GRANITE,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
     "falcon-h1": FALCON_H1,
     "qwen3-next, a dtype of states": QWEN3_NEXT,
     "paligemma-2, another dtype outside": PALIGEMMA,
+    "paligemma-2, fp16": {**PALIGEMMA, "torch_dtype": "float16"},
+    "paligemma-2, quantised outside": quantised(
+        {**PALIGEMMA, "text_config": {**PALIGEMMA["text_config"], "quantization_config": None}}, MODELOPT
+    ),
+    "paligemma-2, quantised inside": {
+        **PALIGEMMA,
+        "text_config": quantised(PALIGEMMA["text_config"], MODELOPT),
+    },
 }
 
 

@@ -164,7 +164,7 @@ def not_served(src: Side, dst: Side) -> Iterator[Warned]:
             reasons = list(why_not_served(side.chosen_model, Topology.parse(side.topology)))
             if reasons:
                 message = f"vLLM would not start with this --{side.engine}"
-                yield Warned("not-served", message, "; ".join(reasons), "choose another tp or pp")
+                yield Warned("not-served", message, "; ".join(reasons), "choose another tp, pp or model")
 
 
 def _short_runs(asked: Asked, src: Side, dst: Side, billed: Billed, slow: LinkBill) -> Warned:

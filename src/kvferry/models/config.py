@@ -116,10 +116,10 @@ TEXT_OF = {
 FIXED_LAYERS = frozenset(
     {"gemma", "glm4_moe", "gpt2", "gpt_oss", "minimax", "minimax_m2", "mixtral", "qwen3_moe"}
 )
-"""vLLM does not read ``layer_types`` of these."""
+"""vLLM does not read ``layer_types`` of these: other types than those of the class are rejected."""
 
 WITHOUT_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text"})
-"""vLLM serves their fp16 checkpoints in bf16."""
+"""vLLM serves their fp16 checkpoints in bf16, unless they are a part of another model."""
 
 DECIDING = re.compile(
     r"heads|n_head|d_head|head_dim|head_size|key_value|kv_|window|bidirectional|(?<!cross_)chunk_size|chunked"
@@ -153,7 +153,7 @@ class Config:
         self.kind = given.get("model_type", "")
         if not isinstance(self.kind, str):
             raise SpecError(f"config: model_type must be a string, got {self.kind!r}")
-        self._given = given
+        self._given, self._sides = given, (values, inner)
         self._defaults = CLASS_DEFAULTS.get(TEXT_OF.get(self.kind, self.kind), {})
         self._values = {**self._defaults, **given}
         self._read: set[str] = set()
@@ -227,10 +227,10 @@ class Config:
     def dtype(self) -> str:
         """The dtype of the computation. As with vLLM's `auto`, fp32 checkpoints use bf16."""
         own = dtype_name(self.text("dtype", default="bfloat16"))
-        unfit = ("fp32", "fp16") if self.kind in WITHOUT_FP16 else ("fp32",)
-        if self._dtype == "fp16" and self._dtype in unfit:
+        has_fp16 = str(self._sides[0].get("model_type")) not in WITHOUT_FP16
+        if self._dtype == "fp16" and not has_fp16:
             raise SpecError(f"dtype fp16: vLLM does not serve model_type {self.kind!r} with it")
-        return self._dtype or ("bf16" if own in unfit else own)
+        return self._dtype or ("bf16" if own == "fp32" or (own == "fp16" and not has_fp16) else own)
 
     @property
     def kv_dtype(self) -> str:
@@ -261,14 +261,22 @@ class Config:
 
     @property
     def _cache_scheme(self) -> tuple[str, Any]:
-        """The quantisation method, and what it says of the cache."""
-        found = [self.get(key) for key in ("quantization_config", "compression_config")]
-        outer = next((each for each in found if isinstance(each, Mapping)), {})
+        """The quantisation method, and what it says of the cache; as in vLLM, the outer config decides."""
+        names = ("quantization_config", "compression_config")
+        self._read.update(names)
+        root, text = self._sides
+        found = [side[name] for side in (root, text) for name in names if isinstance(side.get(name), Mapping)]
+        if not found:
+            return "", None
+        outer = found[0]
         inner, producer = (
             each if isinstance(each, Mapping) else {}
             for each in (outer.get("quantization"), outer.get("producer"))
         )
-        method = str(outer.get("quant_method") or producer.get("name") or "").lower()
+        by_producer = producer.get("name") if inner.get("quant_algo") else ""
+        method = str(outer.get("quant_method") or by_producer or "").lower()
+        if method.startswith("modelopt") and outer is not root.get(names[0]):
+            return "", None  # for the cache, vLLM looks there only
         keys = ("kv_cache_scheme", "kv_cache_quant_algo")
         schemes = [side.get(key) for key in keys for side in (inner, outer)]
         return method.replace("_tensors", "-tensors"), next(filter(None, schemes), None)
@@ -299,7 +307,7 @@ class Config:
         """Tokens in the window of a window layer; 0: no window."""
         width = self.integer("sliding_window", "sliding_window_size", default=0, most=1 << 30)
         self._read.update(("use_sliding_window", "max_window_layers"))  # by Qwen's classes only
-        is_off = "use_sliding_window" in self._defaults and self.get("use_sliding_window") is False
+        is_off = "use_sliding_window" in self._defaults and not self.get("use_sliding_window")
         return 0 if is_off else width
 
     def layer_types(self, pattern: int = 0) -> Sequence[Any]:

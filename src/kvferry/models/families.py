@@ -392,13 +392,17 @@ _OF_MAMBA = (
     *("use_conv_bias", "chunk_size", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier"),
     "mamba_use_mlp",
 )
+_BAMBA_KEYS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("kimi_linear", "deepseek_v4", *(k for k, f in FAMILIES.items() if f is _mla)), _OF_LATENTS
     ),
-    **dict.fromkeys(("granitemoehybrid", "bamba", "falcon_h1", "jamba", "mamba2"), _OF_MAMBA),
+    **dict.fromkeys(("bamba", "falcon_h1", "jamba", "mamba2"), _OF_MAMBA),
     "nemotron_h": (*_OF_MAMBA, "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-    "gemma4_text": ("per_layer_config",),
+    "granitemoehybrid": (*_OF_MAMBA, *_BAMBA_KEYS),  # read if a layer has a state
+    **dict.fromkeys(("gemma2", "gemma4"), _PATTERN),
+    "gemma4_text": ("per_layer_config", *_PATTERN),
     "phi3": ("full_attn_mod",),
     "qwen3_next": ("mamba_ssm_dtype",),
 }

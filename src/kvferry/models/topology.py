@@ -144,9 +144,10 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 
 
 WITHOUT_STAGES = frozenset({"gemma3n_text", "mamba2"})
+"""Kinds of models that vLLM does not split into pipeline stages."""
 ALL_OR_NO_WINDOWS = frozenset({"qwen2", "qwen3"})
-"""Kinds of models of which vLLM serves no other; with ``layer_types``, it also serves a mixture if
-``max_window_layers`` is the number of layers."""
+"""Kinds of models that vLLM does not serve with windows on some layers. (It does if ``layer_types`` has some,
+and ``max_window_layers`` is the number of layers, as in no published model.)"""
 
 
 def why_not_served(model: Model, topology: Topology) -> Iterator[str]:

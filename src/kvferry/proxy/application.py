@@ -438,9 +438,11 @@ class Proxy:
         limit: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
         """The successful answer of one server, from its first byte on; the caller closes it."""
-        limit = limit or self._timeout(total=CHECK_SECONDS)
+        limit = limit or self._timeout(total=CHECK_SECONDS + self.limits.connect_seconds)
+        # aiohttp waits without a limit for a server that does not read the body.
+        whole = (limit.total or limit.sock_read or 0) + self.limits.connect_seconds
         with failures_of(server):
-            async with asyncio.timeout(limit.total or limit.sock_read):  # it may not read the body
+            async with asyncio.timeout(whole):
                 answer = await self._session.request(
                     method,
                     server.url + path,

@@ -51,8 +51,8 @@ class BoundedRunner(web.AppRunner):
 class BoundedServer(web.Server):
     """Closes connections that are idle for too long.
 
-    A client has ``client_seconds`` for the headers of its first request, and to accept each answer. A
-    connection beyond the limit replaces the one that has been idle longest.
+    A client has ``client_seconds`` for the headers of its first request, and to accept a part of an answer.
+    A connection beyond the limit replaces the one that has been idle longest.
     """
 
     def __init__(self, server: web.Server, limits: ProxyLimits, metrics: ProxyMetrics) -> None:

@@ -262,7 +262,8 @@ class EventStream:
         held += chunk.replace(b"\r\n", b"\n")
         end = held.rfind(EVENT_END, num_seen)
         cut = end + len(EVENT_END) if end >= 0 else 0
-        if len(held) < 2 * len(LAST_EVENT) and held.strip() == LAST_EVENT:
+        rest = held.strip() if len(held) < 2 * len(LAST_EVENT) else held
+        if rest == LAST_EVENT or not (rest or chunk):
             cut = len(held)
         if len(held) - cut > MAX_EVENT_BYTES:
             why = f"sent an event of more than {MAX_EVENT_BYTES} bytes"
