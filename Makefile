@@ -88,7 +88,7 @@ law: $(READY) ## the long property run (EXAMPLES=20000)
 	@echo "==> laws, $(EXAMPLES) examples each"
 	@KVFERRY_LAW_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -s -m "" tests/test_everything.py tests/core/test_digest.py
 
-# RUNS=1000 REQUESTS=50 is what CI runs; a failing seed says which command plays it again.
+# CI runs RUNS=200 REQUESTS=50; a failing seed says which command plays it again.
 simulate: $(READY) ## check every guarantee in RUNS seeded runs of the runtime in virtual time, and that planted bugs are found
 	@echo "==> simulation: planted bugs, and how many seeds it took to find each"
 	@$(BIN)/pytest -q -s -m "" -k planted tests/testing/test_simulation.py
