@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import Raw
 
 from kvferry.proxy.bodies import MAX_STRUCTURE, STRUCTURE
 from tests.proxy.conftest import TICKET, World, answering, complete, give_ticket, hang, play, streaming
@@ -311,23 +312,36 @@ def test_a_stream_without_chunks_ends_with_its_connection():
     play(test, decode=[streaming([b"data: {}\n\n", b"data: [DONE]\n\n"])])
 
 
-def test_a_client_that_has_gone_leaves_no_body_in_memory():
-    """Not even until the garbage collector runs: a task that has failed refers to itself."""
+ENDS = {
+    "the client goes": (hang, hang),
+    "the prefill fails": (answering(500), hang),
+    "the decode fails": (answering(200, {"choices": [], "kv_transfer_params": CAN}), answering(500)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_request_that_ends_early_leaves_no_body_in_memory(end):
+    """Not even until the garbage collector runs: a task and its error refer to each other."""
 
     async def test(world: World) -> None:
         assert (await world.ask())[0] == 200  # from now on both legs are sent at once
-        world.prefill[0].behave = world.decode[0].behave = hang
+        world.prefill[0].behave, world.decode[0].behave = ENDS[end]
         gc.collect()
         gc.disable()
         for number in range(1, 4):
-            async with connection(world, post(b'{"prompt": "' + b"x" * MIB + b'"}')):
-                while len(world.decode[0].bodies) <= number or len(world.prefill[0].bodies) <= number:
+            async with connection(world, post(b'{"prompt": "' + b"x" * MIB + b'"}')) as reader:
+                if end != "the client goes":
+                    assert b" 502 " in await asyncio.wait_for(reader.readline(), 10)
+                while len(world.decode[0].bodies) <= number and len(world.prefill[0].bodies) <= number:
                     await asyncio.sleep(0.01)
             while world.sample("requests_under_way"):
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        kept = [each for each in gc.get_objects() if isinstance(each, io.BytesIO)]
-        assert max((each.getbuffer().nbytes for each in kept if not each.closed), default=0) < MIB
+        objects = gc.get_objects()
+        files = [each for each in objects if isinstance(each, io.BytesIO) and not each.closed]
+        prompts = [each.get("prompt") for each in objects if type(each) is dict]
+        assert max((each.getbuffer().nbytes for each in files), default=0) < MIB
+        assert max((len(memoryview(each)) for each in prompts if isinstance(each, Raw)), default=0) < MIB
 
     try:
         play(test, prefill=[answering(200, {"choices": [], "kv_transfer_params": CAN})])

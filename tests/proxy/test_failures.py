@@ -143,8 +143,12 @@ def test_servers_that_cannot_be_reached_do_not_use_up_the_tries(role):
     absent = {"prefill": (), "decode": (), role: (None, None)}
 
     async def test(world: World) -> None:
+        await world.get("/health")  # the first check has ended
+        for number, server in enumerate(world.proxy._pools[Role(role)].servers):
+            server.is_ready, server.last_turn = True, number
         assert (await world.ask())[0] == 200
         assert world.decode[-1].bodies[0]["kv_transfer_params"] == TICKET
+        assert world.sample("retries_total", role=role) == 2
 
     play(test, prefill=(*absent["prefill"], give_ticket), decode=(*absent["decode"], complete))
 

@@ -231,6 +231,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "paligemma-2, quantised outside": quantised(
         {**PALIGEMMA, "text_config": {**PALIGEMMA["text_config"], "quantization_config": None}}, MODELOPT
     ),
+    "paligemma-2, quantised in two ways": quantised(
+        {**PALIGEMMA, "text_config": quantised(PALIGEMMA["text_config"], COMPRESSED)}, FP8_STATIC
+    ),
     "paligemma-2, quantised inside": {
         **PALIGEMMA,
         "text_config": quantised(PALIGEMMA["text_config"], MODELOPT),

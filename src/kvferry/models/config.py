@@ -12,6 +12,14 @@ from kvferry.models.model import dtype_name
 MAX_LAYERS = 10_000
 
 _SIZES_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_GEMMA_2B = {
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
 _WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096}
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_key_value_heads": 8, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_conv": 4},
@@ -24,22 +32,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 16,
         "head_dim": 256,
     },
-    "gemma2": {
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-    },
-    "gemma3_text": {
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 4096,
-    },
+    "gemma2": _GEMMA_2B,
+    "gemma3_text": _GEMMA_2B,
     "gemma3n_text": {
         "hidden_size": 2048,
         "num_hidden_layers": 35,

@@ -392,7 +392,7 @@ _OF_MAMBA = (
     *("use_conv_bias", "chunk_size", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier"),
     "mamba_use_mlp",
 )
-_BAMBA_KEYS = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+_OF_STATES = (_BAMBA.heads, _BAMBA.head_dim, *_BAMBA.groups, _BAMBA.state, *_BAMBA.kernel)
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 IGNORED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -400,7 +400,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("bamba", "falcon_h1", "jamba", "mamba2"), _OF_MAMBA),
     "nemotron_h": (*_OF_MAMBA, "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-    "granitemoehybrid": (*_OF_MAMBA, *_BAMBA_KEYS),  # read if a layer has a state
+    "granitemoehybrid": (*_OF_MAMBA, *_OF_STATES),  # read if a layer has a state
     **dict.fromkeys(("gemma2", "gemma4"), _PATTERN),
     "gemma4_text": ("per_layer_config", *_PATTERN),
     "phi3": ("full_attn_mod",),

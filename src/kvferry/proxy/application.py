@@ -7,6 +7,7 @@ import io
 import secrets
 import socket
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -146,6 +147,7 @@ class Proxy:
             account.outcome, response = end.outcome, end.response
         except ServerFailed as failure:
             response = self._failed(failure, account)
+            forget_frames(failure)
         account.status = response.status
         if not response.prepared:
             response.headers[NAME_HEADER] = account.name
@@ -183,7 +185,6 @@ class Proxy:
         finally:
             early, asked.early = asked.early, None
             await ended(early)  # a request whose connection closes is aborted
-            asked.body.clear()  # a failed task refers to itself, and its frames to what they had
 
     async def _complete(self, asked: Completion) -> web.StreamResponse:
         account, transfer = asked.account, bodies.Fields()
@@ -497,6 +498,16 @@ async def ended(*tasks: asyncio.Task[Any] | None) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Free the local variables of all functions that an error ended.
+
+    A task and its error refer to each other: until the garbage collector runs, they would keep whole bodies.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def server_socket(address: aiohttp.AddrInfoType) -> socket.socket:
