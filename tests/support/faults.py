@@ -132,6 +132,11 @@ class Faults:
         for knob in (self._stalled, self._spoiled, self._delays, self._trickles, self._failures):
             knob.clear()
 
+    @property
+    def num_under_way(self) -> int:
+        """Reads that were polled and have not ended."""
+        return len(self._polls)
+
     def step(self, peer: str, transfer: int) -> Step:
         """What happens to a read at this poll."""
         read = (peer, transfer)

@@ -485,8 +485,7 @@ def test_the_source_goes_during_the_read(storm: Storm, prompt: Prompt):
     params = pair.prefill(words)
     storm.faults.stall()
     answer = pair.dst.ask(words, params=params)
-    with pytest.raises(TimeoutError):
-        drive([pair.src, pair.dst], lambda: answer.is_done, seconds=0.3)
+    drive([pair.src, pair.dst], lambda: storm.faults.num_under_way)
     pair.src.close()
     storm.faults.resume()
     pair.dst.finish(answer)
@@ -547,8 +546,7 @@ def test_abort_during_a_slow_load(storm: Storm, prompt: Prompt):
     params = pair.prefill(words)
     storm.faults.stall()
     asked = pair.dst.ask(words, params=params)
-    with pytest.raises(TimeoutError):
-        drive([pair.src, pair.dst], lambda: asked.is_done, seconds=0.3)
+    drive([pair.src, pair.dst], lambda: storm.faults.num_under_way)
     num_free = pair.dst.num_free
     assert num_free < pair.dst.num_free_at_start
     pair.dst.abort(asked.request_id)
@@ -585,3 +583,4 @@ def test_a_request_id_used_again(pair: Pair, prompt: Prompt):
     pair.assert_whole()
     two = pair.prefill(second, "same")
     pair.assert_loaded(pair.decode(second, two), second)
+    pair.assert_whole()

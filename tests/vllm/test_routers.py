@@ -76,7 +76,7 @@ def test_a_router_works_unchanged(docks: Docks, prompt: Prompt, flow: Flow, fami
             assert (prefilled.params, decoded.num_external) == (None, 0), "no router asked for a transfer"
         else:
             pair.assert_loaded(decoded, text)
-    assert_whole(pair.src, pair.dst, seconds=LEASE_SECONDS / 2)
+        assert_whole(pair.src, pair.dst, seconds=LEASE_SECONDS / 2)
 
 
 # -- the name NixlConnector ----------------------------------------------------------------------------------
