@@ -92,8 +92,7 @@ def open_and_fetch(pair, name="a name"):
     )
     ticket = pair.found(name).ticket
     assert (ticket.digest, ticket.num_tokens, ticket.num_complete) == (b"of the prompt", NUM_TOKENS, 0)
-    early = frozenset(group.name for group in pair.dst.groups)
-    return growing, pair.fetch(ticket, early=early)
+    return growing, pair.fetch(ticket)
 
 
 def is_read(pair, num_tokens):

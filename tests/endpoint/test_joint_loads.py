@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from kvferry.endpoint.meeting import remote_name
 from kvferry.models import Topology, describe
 from kvferry.pattern import check_rank, fill_rank
 from kvferry.runtime import FailureCode, Timing
+from kvferry.runtime.failure import NO_LAST_TOKEN
 from kvferry.runtime.values import Peer
 from kvferry.testing.small import small
 from kvferry.transport.memory import MemoryTransport
@@ -332,6 +335,113 @@ def test_a_ticket_that_may_not_be_used_is_left_out(world_of):
         last = world.sources[1].offer(f"after {len(tickets)}")
     assert world.destination.figures["kvferry_rejected_tickets", "elsewhere"] == 3
     assert world.report(world.fetch([stranger, stranger])).record.outcome == "elsewhere"
+
+
+SHORT, EXACT, LONG = (NUM_TOKENS - 1, False), (NUM_TOKENS, False), (NUM_TOKENS + 10, False)
+STRANGER = NUM_TOKENS, True
+"""Tickets: their numbers of tokens, and whether the destination refuses them at once."""
+
+
+def without_full(need):
+    return {name: spans if spans[0].start else () for name, spans in need.items()}
+
+
+def only_states(need):
+    return {name: spans if spans[-1].stop == 1 else () for name, spans in need.items()}
+
+
+def in_two_intervals(need):
+    return need | {name: (Span(0, 500), Span(600, NUM_TOKENS)) for name in need if need[name][-1].stop > 1}
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["fetched", "held first"])
+@pytest.mark.parametrize(
+    ("model", "offers", "change"),
+    [
+        ("gqa", [SHORT], None),
+        ("gqa", [SHORT, STRANGER], None),
+        ("gqa", [SHORT, SHORT], in_two_intervals),
+        ("window", [SHORT, SHORT], without_full),
+        ("mamba2-gqa", [LONG], None),
+        ("mamba2-gqa", [LONG, STRANGER], None),
+        ("mamba2-gqa", [LONG, SHORT], None),
+        ("mamba2-gqa", [LONG, EXACT], only_states),  # nothing says which
+    ],
+)
+def test_a_load_is_of_the_needed_tokens_whatever_tickets_are_left(world_of, model, offers, change, is_held):
+    """None of these tickets has the last token, and a state of exactly these tokens."""
+    world = world_of(*(num_tokens for num_tokens, _ in offers), model=model)
+    tickets = [
+        msgspec.structs.replace(ticket, host="another") if is_refused else ticket
+        for ticket, (_, is_refused) in zip(world.tickets(), offers, strict=True)
+    ]
+    need = change(world.request.need) if change else world.request.need
+    held = world.destination.hold(tickets) if is_held else None
+    handle = world.destination.fetch(tickets, world.request.dst, need, held=held)
+    assert world.report(handle).failure == NO_LAST_TOKEN
+    assert all((region == 0xA5).all() for region in world.memory.values())
+
+
+def test_a_state_of_more_tokens_is_passed_over_for_that_of_these(world_of):
+    """Also if the other groups need two intervals, or nothing."""
+    world = world_of(NUM_TOKENS + 10, NUM_TOKENS, model="mamba2-gqa")
+    need = in_two_intervals(world.request.need)
+    kept: dict[str, Any] = {}
+    world.request = replace(world.request, need=need)
+    for number in range(2):
+        tickets = [source.offer(f"{number}") for source in world.sources]
+        report = world.report(world.destination.fetch(tickets, world.request.dst, need, kept=kept))
+        assert (report.failure, report.record.engine) == (None, "prefill-2")
+        need = only_states(world.request.need)
+        kept = {
+            name: (Span(0, NUM_TOKENS),)
+            for name, group in world.dst.group_by_name.items()
+            if group.addressing is Addressing.TABLE
+        }
+    world.check()
+
+
+def test_a_fetch_keeps_what_it_was_given(world_of):
+    """An engine may fill the same dictionaries for its next request at once."""
+    world = world_of(NUM_TOKENS)
+    need, tables = dict(world.request.need), dict(world.request.dst)
+    handle = world.destination.fetch(world.tickets()[0], tables, need)
+    tables.clear()
+    need.clear()
+    assert world.report(handle).failure is None
+    world.check()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "dst table of group .* expected a BlockTable": {"tables": [1, 2]},
+    "need of group .* expected a list of spans, got Span": {"need": Span(0, 9)},
+    "need of group .* expected a list of spans, got .*9": {"need": ((0, 9),)},
+    "kept of group .* expected a list of spans": {"kept": None},
+    "slack must be one of clear, leave, got 'bogus'": {"slack": "bogus"},
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "what"), WRONG.items(), ids=[next(iter(what)) for what in WRONG.values()]
+)
+def test_a_fetch_of_wrong_types_is_refused_and_others_go_on(world_of, message, what):
+    world = world_of(NUM_TOKENS)
+    group = world.dst.groups[0].name
+    arguments: dict[str, Any] = {
+        "tables": dict(world.request.dst),
+        "need": dict(world.request.need),
+        "kept": {},
+        "slack": "clear",
+    }
+    wrong = {
+        name: value if isinstance(value, str) else {**arguments[name], group: value}
+        for name, value in what.items()
+    }
+    (ticket,) = world.tickets()
+    with pytest.raises(SpecError, match=message):
+        world.destination.fetch(ticket, **{**arguments, **wrong})
+    assert world.report(world.destination.fetch(ticket, **arguments)).failure is None
+    world.check()
 
 
 def test_a_growing_ticket_is_read_in_parts_while_another_source_gives_the_rest(world_of):

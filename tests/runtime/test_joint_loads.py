@@ -26,7 +26,8 @@ def ticket(number, num_tokens):
 
 def fetch(num_tokens=1000, num_kept=0, **more):
     need = {"full": (Span(num_kept, num_tokens),), **more}
-    return Fetch(ticket(0, 1), {}, need, early=frozenset({"full"}))
+    full = Span(num_tokens, num_tokens + 1 if more else FAR)
+    return Fetch(ticket(0, 1), {}, need, early=frozenset({"full"}), full=full)
 
 
 @dataclass
@@ -67,10 +68,7 @@ class World:
     num_failed: int = 0
 
     def __post_init__(self):
-        self.loads = self.loads_of()
-
-    def loads_of(self, *, has_state=False):
-        return JointLoads(cast(Reader, self), count(1), has_state=has_state)
+        self.loads = JointLoads(cast(Reader, self), count(1))
 
     @property
     def fetches(self):
@@ -297,7 +295,6 @@ def test_a_ticket_of_no_tokens_is_read_by_nobody(num_tokens):
 
 def test_a_state_comes_from_a_ticket_of_exactly_its_tokens():
     world = World()
-    world.loads = world.loads_of(has_state=True)
     wanted = fetch(state=(Span(0, 1),))
     world.carry_out(world.loads.fetch(0.0, LOAD, wanted, [ticket(1, 1001), ticket(2, 1000)]))
     assert todo(world) == [[(0, 768)], [(768, FAR)]]

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from kvferry.core.request import BlockTable
-from kvferry.core.span import Span, Spans, intersect, subtract
+from kvferry.core.span import MAX_STOP, Span, Spans, intersect, subtract
 from kvferry.runtime import (
     Authority,
     Failure,
@@ -130,7 +130,7 @@ class World:
 
     def __post_init__(self):
         self.reader = Reader("A", 0, 1, TIMING, key=bytes(32))
-        self.loads = JointLoads(self.reader, count(1), has_state=False)
+        self.loads = JointLoads(self.reader, count(1))
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -139,7 +139,8 @@ class World:
     @property
     def fetch(self) -> Fetch:
         need = {"full": (Span(0, NUM_TOKENS),), "window": (Span(12, NUM_TOKENS),)}
-        return Fetch(self.tickets[0], {}, need, early=frozenset({"full"}))
+        full = Span(NUM_TOKENS, MAX_STOP)
+        return Fetch(self.tickets[0], {}, need, early=frozenset({"full"}), full=full)
 
     def at(self, address) -> Source:
         return next(source for source in self.sources if source.address == address)

@@ -518,6 +518,7 @@ def test_abort_after_the_prefill(pair: Pair, prompt: Prompt):
     params = pair.prefill(words, "to-be-aborted")
     pair.src.abort("to-be-aborted")
     pair.assert_loaded(pair.decode(words, params), words)
+    pair.assert_whole()
 
 
 def test_abort_before_the_load(pair: Pair, prompt: Prompt):

@@ -38,7 +38,8 @@ class BlockTable:
         with suppress(ValueError):  # a ragged list
             ids = np.asarray(self.block_ids)
         if not ids.size or (ids.dtype.kind in "iu" and int(ids.max()) < 1 << 63):
-            ids = ids.astype(np.int64)
+            ids = ids.astype(np.int64)  # a copy
+            ids.setflags(write=False)
         is_list = ids.ndim == 1 and ids.dtype == np.int64 and not (ids < HOLE).any()
         if not is_list or type(self.first_token) is not int or self.first_token < 0:
             raise SpecError(
@@ -73,10 +74,8 @@ class Request:
     def __post_init__(self) -> None:
         check_tables("src", self.src)
         check_tables("dst", self.dst)
-        for what, by_group in (("need", self.need), ("kept", self.kept)):
-            for group, spans in by_group.items():
-                if not all(isinstance(span, Span) for span in spans):
-                    raise SpecError(f"{what} of group {group}: expected spans, got {spans!r:.80}")
+        normal_spans("need", self.need)
+        normal_spans("kept", self.kept)
 
 
 def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
@@ -87,6 +86,14 @@ def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
                 f"{what} table of group {group}: expected a BlockTable, got {table!r:.80};"
                 " use BlockTable.of(block_ids)"
             )
+
+
+def normal_spans(what: str, by_group: Mapping[str, Any]) -> dict[str, Spans]:
+    """A copy in canonical form; raise unless every value is a list of spans."""
+    for group, spans in by_group.items():
+        if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
+            raise SpecError(f"{what} of group {group}: expected a list of spans, got {spans!r:.80}")
+    return {group: normal(spans) for group, spans in by_group.items()}
 
 
 def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:

@@ -25,7 +25,7 @@ from kvferry.core.product import Product, Term
 from kvferry.core.request import HOLE, BlockTable, Request
 from kvferry.core.runs import NO_RUNS, Runs
 from kvferry.core.span import Span, Spans, count, intersect, normal, show, subtract
-from kvferry.core.state import Addressing, Group, Kind, Tail
+from kvferry.core.state import Addressing, Group, Kind, Tail, one_of
 from kvferry.core.view import Ints
 from kvferry.errors import Refused, RequestError
 
@@ -183,6 +183,7 @@ def select(
     >>> {rank: len(runs) for rank, runs in selection.reads.items()}, selection.total_bytes
     ({0: 366, 1: 366}, 20987904)
     """
+    slack = one_of("slack", Slack, slack)
     _check_tables(route.plan.src, request.src, "src")
     _check_tables(route.plan.dst, request.dst, "dst")
     _check_tokens(route.plan.dst, request)

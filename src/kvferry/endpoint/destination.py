@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Manifest
-from kvferry.core.request import BlockTable
+from kvferry.core.request import BlockTable, check_tables, normal_spans
 from kvferry.core.select import Slack
-from kvferry.core.span import Spans
-from kvferry.core.state import Addressing
+from kvferry.core.span import MAX_STOP, Span, Spans
+from kvferry.core.state import Addressing, one_of
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gathering import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
@@ -37,9 +37,11 @@ from kvferry.errors import SpecError
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.failure import refusal
+from kvferry.runtime.fetch_job import groups_in_parts
 from kvferry.runtime.figures import Figures, by_label
 from kvferry.runtime.joint_loads import JointLoads
 from kvferry.runtime.values import (
+    FAR,
     AllRead,
     Build,
     Cancel,
@@ -125,8 +127,8 @@ class Destination:
         self._log, self._started, self._is_shown = LoadLog(), self._clock(), edges.is_shown
         self._figures: Figures = {}
         self._handles = count(1)
-        tables = [group for group in manifest.groups if group.addressing is Addressing.TABLE]
-        self._early = frozenset(group.name for group in tables if not group.window)
+        self._slots = {group.name for group in manifest.groups if group.addressing is Addressing.SLOT}
+        self._early = groups_in_parts(manifest, rank)
         self._reports: deque[Report] = deque()
         transport.register(manifest.rank(rank).regions)
         ask_to_gather(transport, lambda: edges.open_channel("", trust.secret))
@@ -135,8 +137,7 @@ class Destination:
         unmet = Reader.MAX_UNMET_HERE if trust.is_one_host else Reader.MAX_UNMET
         limits = {"digest_every": digest_every, "max_unmet": unmet}
         self._reader = Reader(reader, rank, num_ranks, timing, key=key, **limits)
-        has_state = any(group.addressing is Addressing.SLOT for group in manifest.groups)
-        self._loads = JointLoads(self._reader, self._handles, has_state=has_state)
+        self._loads = JointLoads(self._reader, self._handles)
         self._found: dict[Peer, tuple[SharedPlan, float]] = {}
         """The plans of peers in first contact, and the time that each took."""
         self._met: dict[Peer, MetPeer] = {}
@@ -168,23 +169,38 @@ class Destination:
         slack: Slack = Slack.CLEAR,
         held: int | None = None,
         after: object | None = None,
-        early: frozenset[str] | None = None,
     ) -> int:
         """Start reading a ticket's request into these blocks; returns the handle that ``poll`` reports.
 
         Several tickets, in order of preference, make one load: each token is read from the first ticket that
         has it, and from the next if that fails. ``held``: the handle of a ``hold`` of the same tickets, which
         is continued. ``after``: a CUDA driver event, or its address; nothing is written before the device
-        reaches it. ``early``: local groups that keep all tokens; by default those without a window. They can
-        be read in parts, from several sources and during the prefill; each needs one interval of tokens.
+        reaches it. Groups without a window that need one interval of tokens can be read in parts, from
+        several sources and during the prefill.
         """
-        tickets = _checked(ticket)
-        early = self._early if early is None else early
-        wanted, now = Fetch(tickets[0], tables, need, kept or {}, slack, after, early), self._clock()
+        tickets, tables = _checked(ticket), dict(tables)
+        check_tables("dst", tables)
+        need, kept = normal_spans("need", need), normal_spans("kept", kept or {})
+        slack, full = one_of("slack", Slack, slack), self._full(tickets, need, kept)
+        wanted, now = (
+            Fetch(tickets[0], tables, need, kept, slack, after, self._early, full=full),
+            self._clock(),
+        )
         if held is not None:
             self._owner.put(lambda _: self._loads.supply(now, held, wanted, tickets))
             return held
         return self._begin(tickets, lambda handle, good: self._loads.fetch(now, handle, wanted, good))
+
+    def _full(self, tickets: Sequence[Ticket], need: Mapping[str, Spans], kept: Mapping[str, Spans]) -> Span:
+        """``Fetch.full``: a recurrent state is that of exactly these tokens."""
+        named = [*need.items(), *kept.items()]
+        ends = {span.stop for name, spans in named if name not in self._slots for span in spans}
+        has_state = any(need.get(name, (Span(0, 1),)) for name in self._slots)
+        said = {min(FAR, max(0, each.num_tokens)) for each in tickets}
+        if not ends and has_state and len(said) > 1:
+            return Span(0, 0)  # nothing tells which of the states it is
+        last = max(ends or said)
+        return Span(last, last + 1 if has_state else MAX_STOP)
 
     def hold(self, ticket: Ticket | Sequence[Ticket]) -> int:
         """Keep a ticket's lease alive, and connect to its engine, until ``fetch`` supplies the blocks.

@@ -28,11 +28,12 @@ from kvferry.core.digest import TakenDigest
 from kvferry.core.select import Selection
 from kvferry.runtime.connections import Connections
 from kvferry.runtime.digest_checks import DigestChecks
-from kvferry.runtime.failure import Failure, FailureCode, denied
+from kvferry.runtime.failure import NO_LAST_TOKEN, Failure, FailureCode, denied
 from kvferry.runtime.fetch_job import FetchJob, Phase
 from kvferry.runtime.meetings import Meetings
 from kvferry.runtime.questions import Settlements
 from kvferry.runtime.values import (
+    FAR,
     AllRead,
     Cancel,
     Effect,
@@ -163,6 +164,8 @@ class ActiveFetches:
         part = job.next_part()
         if part is None:
             return []
+        if job.reading[-1].stop == FAR and job.ticket.num_tokens not in part.full:
+            return self.fail(now, job, NO_LAST_TOKEN)
         if not self._meetings.is_met(job.peer):
             detail = f"the connection to {job.peer.engine} broke before all parts were read"
             return self.fail(now, job, Failure(FailureCode.TRANSPORT, detail))

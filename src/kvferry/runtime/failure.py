@@ -89,6 +89,9 @@ class Failure:
         return f"{self.code.value}: {self.detail}" if self.detail else self.code.value
 
 
+NO_LAST_TOKEN = Failure(
+    FailureCode.SRC_TABLES, "no ticket has the last needed token, or a state of exactly these tokens"
+)
 _FROM_AUTHORITY = frozenset(
     {
         FailureCode.RESTARTED,

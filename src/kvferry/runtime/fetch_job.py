@@ -6,14 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.core.manifest import Manifest
 from kvferry.core.span import Span, Spans, intersect, normal, subtract
+from kvferry.core.state import Addressing, Tail
 from kvferry.runtime.failure import Failure
 from kvferry.runtime.values import Fetch, Peer, Record, Timing
 from kvferry.wire.messages import Outcome
 from kvferry.wire.ticket import Ticket
 
 PART_TOKENS = 256
-"""Parts of a load start at multiples of this: no cell of a cache crosses one."""
+"""Parts of a load start at multiples of this: no cell of a group that is read in parts crosses one."""
+
+
+def groups_in_parts(manifest: Manifest, rank: int) -> frozenset[str]:
+    """The groups that can be read in parts: they keep all tokens, and parts share no cell."""
+    uneven = {
+        view.group
+        for view in manifest.rank(rank).views
+        if (state := manifest.state_by_name[view.state]).tail is Tail.PARTIAL
+        and PART_TOKENS % state.tokens_per_cell
+    }
+    tables = [group for group in manifest.groups if group.addressing is Addressing.TABLE]
+    return frozenset(group.name for group in tables if not group.window and group.name not in uneven)
 
 
 class Phase(StrEnum):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.core.span import Span, Spans, intersect, normal, subtract
-from kvferry.runtime.failure import Failure, FailureCode
+from kvferry.runtime.failure import NO_LAST_TOKEN, Failure, FailureCode
 from kvferry.runtime.fetch_job import PART_TOKENS
 from kvferry.runtime.reader import Reader
 from kvferry.runtime.values import FAR, AllRead, Effect, Fetch, Record, Report
@@ -61,11 +61,10 @@ class JointLoads:
     """The loads of one destination rank, from one ticket or several.
 
     All effects of the reader must go ``through`` here. ``handles`` are unique over fetches and loads.
-    ``has_state``: some local group is recurrent, so its last ticket must have exactly the needed tokens.
     """
 
-    def __init__(self, reader: Reader, handles: Iterator[int], *, has_state: bool) -> None:
-        self._reader, self._handles, self._has_state = reader, handles, has_state
+    def __init__(self, reader: Reader, handles: Iterator[int]) -> None:
+        self._reader, self._handles = reader, handles
         self._loads: dict[int, _Load] = {}
         self._by_share: dict[int, _Load] = {}
 
@@ -179,18 +178,17 @@ class JointLoads:
     def _plan(self, load: _Load, fetch: Fetch) -> bool:
         """Assign all needed tokens to sources; False if some are missing."""
         load.fetch, in_parts = fetch, fetch.in_parts
-        if self._share_out(load, fetch, (Span(in_parts[0].start if in_parts else 0, FAR),)) is not None:
+        if self._share_out(load, fetch, (Span(in_parts[0].start if in_parts else FAR - 1, FAR),)) is not None:
             return True
         lost = [share.failure for share in load.shares if share.failure]
-        short = Failure(FailureCode.SRC_TABLES, "no ticket has the last needed token")
-        load.failure = lost[-1] if lost else short
+        load.failure = lost[-1] if lost else NO_LAST_TOKEN
         return False
 
     def _share_out(self, load: _Load, fetch: Fetch, missing: Spans) -> list[tuple[_Share, Spans]] | None:
         """Assign missing tokens to open fetches; None if some are in none of them."""
         found: list[tuple[_Share, Spans]] = []
         for share in load.shares if missing else ():
-            reach = Span(0, self._reach(load, fetch, share.ticket))
+            reach = Span(0, _reach(fetch, share.ticket))
             if share.is_open and (spans := intersect(missing, (reach,))):
                 found.append((share, spans))
                 missing = subtract(missing, spans)
@@ -199,13 +197,6 @@ class JointLoads:
         for share, spans in found:
             share.given = normal((*share.given, *spans))
         return found
-
-    def _reach(self, load: _Load, fetch: Fetch, ticket: Ticket) -> int:
-        """Up to which token a source can be read: FAR if it can serve the last token and other groups."""
-        last = fetch.in_parts[-1].stop if fetch.in_parts else max(s.ticket.num_tokens for s in load.shares)
-        has_end = ticket.num_tokens == last if self._has_state else ticket.num_tokens >= last
-        num_tokens = max(0, min(ticket.num_tokens, last))  # the ticket's number is not trusted
-        return FAR if has_end else num_tokens // PART_TOKENS * PART_TOKENS
 
     def _fail(self, now: float, load: _Load, failure: Failure | None) -> list[Effect]:
         load.failure = load.failure or failure
@@ -216,6 +207,12 @@ class JointLoads:
         del self._loads[load.handle]
         for share in load.shares:
             del self._by_share[share.handle]
+
+
+def _reach(fetch: Fetch, ticket: Ticket) -> int:
+    """Up to which token a source can be read: FAR if it can serve the last token and other groups."""
+    num_tokens = max(0, min(ticket.num_tokens, fetch.full.start))  # the ticket's number is not trusted
+    return FAR if ticket.num_tokens in fetch.full else num_tokens // PART_TOKENS * PART_TOKENS
 
 
 def _fetch_of(fetch: Fetch, share: _Share) -> Fetch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.core.product import Product
 from kvferry.core.request import BlockTable, Request
 from kvferry.core.select import Slack
-from kvferry.core.span import Span, Spans, holds, intersect, normal, subtract
+from kvferry.core.span import MAX_STOP, Span, Spans, holds, intersect, normal, subtract
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import Failure
 from kvferry.wire.messages import DigestTask, Join, Message, RankDescription
@@ -17,6 +17,7 @@ from kvferry.wire.ticket import Ticket
 FAR = 1 << 60
 """Beyond every token."""
 ALL: Spans = (Span(0, FAR),)
+ANY_NUMBER = Span(0, MAX_STOP)
 MAX_SHOWN = 20
 """Leases or loads that a status report lists: the oldest."""
 
@@ -63,6 +64,8 @@ class Fetch:
     """The tokens of these groups to read from this source. Other groups are read with the last part."""
     is_open: bool = False
     """Whether more tokens may be added until ``finish``."""
+    full: Span = ANY_NUMBER
+    """Numbers of tokens with which a ticket can supply the last token, and the groups read with it."""
 
     @property
     def num_blocks(self) -> int:

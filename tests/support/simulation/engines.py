@@ -34,7 +34,6 @@ from tests.support.simulation.fabric import SimulatedFabric, SimulatedTransport
 from tests.support.simulation.growing import (
     WAIT_SECONDS,
     SimulatedPrefill,
-    early_groups,
     early_tables,
 )
 from tests.support.simulation.laws import Law, Laws, RankLoad, SimulatedLoad, SimulatedRequest
@@ -622,7 +621,6 @@ class SimulatedDestination:
             load.need,
             kept=load.kept,
             held=rank_load.handle,
-            early=early_groups(self.manifest),
         )
         rank_load.handle = handle
         self._by_handle[rank_load.rank][handle] = rank_load

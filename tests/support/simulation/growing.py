@@ -97,10 +97,5 @@ class SimulatedPrefill:
         return held
 
 
-def early_groups(manifest: Manifest) -> frozenset[str]:
-    """The groups whose tables only grow."""
-    return frozenset(group.name for group in manifest.groups if keeps_all(group))
-
-
 def early_tables(manifest: Manifest, placed: Placed) -> Mapping[str, BlockTable]:
-    return {name: placed.tables[name] for name in early_groups(manifest)}
+    return {group.name: placed.tables[group.name] for group in manifest.groups if keeps_all(group)}

@@ -464,8 +464,7 @@ class Incoming:
             self._num_kept_out += sum(map(len, filling.partial.values()))
         if filling.held_from:
             self._held_from[load.request_id] = filling.held_from
-        kept, early = self._groups.kept(num_kept), self._groups.early
-        return replace(load, tables=tables, need=filling.need, kept=kept, early=early)
+        return replace(load, tables=tables, need=filling.need, kept=self._groups.kept(num_kept))
 
     def take_held_from(self, request_id: str) -> int:
         """The token from which on an ended request's load has filled every cell of its blocks."""

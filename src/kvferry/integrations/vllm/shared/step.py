@@ -27,8 +27,6 @@ class Load:
     tables: dict[str, BlockTable] = field(default_factory=dict)
     need: dict[str, Spans] = field(default_factory=dict)
     kept: dict[str, Spans] = field(default_factory=dict)
-    early: frozenset[str] = frozenset()
-    """Groups that can be read while the prompt is computed."""
     refusal: str = ""
     """Why the load is rejected."""
 

@@ -206,7 +206,6 @@ class WorkerSide:
             kept=load.kept,
             held=ongoing.handle if ongoing else None,
             after=self._mark.cuda_event if self._mark else None,
-            early=load.early,
         )
         self._ongoing[request_id] = _Ongoing(load.tickets, handle, is_awaited=True, mark=self._mark)
         self._requests[handle] = request_id
