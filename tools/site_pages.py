@@ -115,6 +115,27 @@ REFERENCE_ROOMS = {
     "wire": "Manifests, requests and runs as files ([their fields](manifest.md))",
 }
 """Rooms with public names of their own that other programs need, and what for."""
+REFERENCE_NAMES = (
+    "transport.process.ProcessTransport",
+    "wire.secret.Trust",
+    "endpoint.secret_source.secret_from_file",
+    "endpoint.metrics.EngineMetrics",
+    "endpoint.source.GrowingOffer",
+    "runtime.values.Timing",
+    "runtime.values.Report",
+    "runtime.values.Record",
+    "runtime.values.Released",
+    "runtime.values.Wanted",
+    "runtime.claims.ClaimEnd",
+    "runtime.failure.Failure",
+    "runtime.failure.FailureCode",
+    "wire.ticket.Ticket",
+    "wire.ticket.to_text",
+    "wire.ticket.from_text",
+    "wire.ticket.digest_parts",
+    "wire.ticket.num_common_tokens",
+)
+"""Arguments and results of the names in ``endpoint``."""
 
 
 def reference() -> str:
@@ -135,6 +156,8 @@ def reference() -> str:
     for room, purpose in REFERENCE_ROOMS.items():
         lines += [f"## kvferry.{room}", "", f"{purpose}.", ""]
         lines += [f"::: {home}\n" for home in names_of(room)]
+    lines += ["## Arguments and results", ""]
+    lines += [f"::: kvferry.{name}\n" for name in REFERENCE_NAMES]
     return "\n".join(lines)
 
 

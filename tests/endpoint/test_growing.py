@@ -2,18 +2,21 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvferry import SpecError
 from kvferry.core.request import BlockTable
 from kvferry.core.sample import sample_request
 from kvferry.core.span import Span, count
-from kvferry.endpoint import Claimant
+from kvferry.endpoint import Claimant, SourceEngine, SourceRank
 from kvferry.endpoint.metrics import EngineMetrics
 from kvferry.models import Topology, describe
 from kvferry.pattern import fill_rank
 from kvferry.runtime import FailureCode
 from kvferry.testing.small import small
+from kvferry.transport import Hub, MemoryTransport
 from kvferry.wire.secret import Trust
 from tests.endpoint.conftest import Engines, Pair, with_memory
 from tests.endpoint.test_confirmed import until
@@ -156,3 +159,59 @@ def test_an_ordinary_offer_is_found_by_its_name_and_a_refusal_as_well(pair):
     assert (end.number, end.ticket) == (number, ticket)
     pair.engine.refuse("never", "it was aborted")
     assert (pair.found("never").ticket, pair.found("never").detail) == (None, "it was aborted")
+
+
+def test_a_closed_offer_and_the_blocks_of_an_open_one_do_not_change(pair):
+    growing, handle = open_and_fetch(pair)
+    pair.compute(0, NUM_TOKENS)
+    growing.grow(pair.tables(STEP), STEP)
+    other = {name: BlockTable.of(table.block_ids + 1) for name, table in pair.tables(NUM_TOKENS).items()}
+    for change in (lambda: growing.grow(other, 2 * STEP), lambda: growing.close(other)):
+        with pytest.raises(SpecError, match="a growing table keeps the blocks that it has"):
+            change()
+    with pytest.raises(SpecError, match="num_complete must be an integer from 0 to 1000"):
+        growing.grow(pair.tables(NUM_TOKENS), NUM_TOKENS + 1)
+    growing.close(pair.tables(NUM_TOKENS))
+    for change in (
+        lambda: growing.grow(pair.tables(NUM_TOKENS), NUM_TOKENS + 1),
+        lambda: growing.close(pair.tables(NUM_TOKENS)),
+    ):
+        with pytest.raises(SpecError, match="the offer of request 'request' is closed"):
+            change()
+    assert pair.reports()[handle].failure is None
+    assert pair.check()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_tokens": -5}, "num_tokens must be an integer from 0"),
+        ({"num_tokens": 100.0}, "num_tokens must be an integer from 0"),
+        ({"num_tokens": np.int64(100)}, r"num_tokens must be an integer from 0 .*int64\(100\)"),
+        ({"digest": "of the prompt"}, "digest of a request is bytes, got 'of the prompt'"),
+        ({"held_from": None}, "held_from must be an integer"),
+    ],
+)
+def test_what_readers_would_reject_is_not_offered(pair, wrong, message):
+    """The name is not taken by it."""
+    arguments = {"tables": pair.tables(NUM_TOKENS), "num_tokens": NUM_TOKENS}
+    with pytest.raises(SpecError, match=message):
+        pair.engine.offer("request", **{**arguments, **wrong})
+    pair.engine.offer("request", **arguments)
+
+
+def test_a_claim_of_what_is_no_ticket_is_refused(pair):
+    with pytest.raises(SpecError, match="expected a Ticket, got str"):
+        pair.claimant.claim("a ticket", 100)
+    with pytest.raises(SpecError, match="num_tokens must be an integer"):
+        pair.claimant.claim(pair.engine.offer_soft("request", 100, b""), np.int64(100))
+
+
+def test_arguments_of_sources(pair):
+    with pytest.raises(SpecError, match="num_ranks must be a number of ranks, got 0"):
+        SourceEngine("prefill", 0)
+    manifest = describe(small("gqa"), Topology(tp=2), "prefill")
+    with pytest.raises(SpecError, match="a manifest of its own rank only, got 2 ranks"):
+        SourceRank(pair.engine.invitation, manifest, MemoryTransport(Hub()))
+    with pytest.raises(SpecError, match="expected a Secret"):
+        Trust(bytes(32))  # type: ignore[arg-type]

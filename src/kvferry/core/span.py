@@ -28,7 +28,8 @@ class Span:
 
     def __post_init__(self) -> None:
         if type(self.start) is not int or type(self.stop) is not int or not 0 <= self.start <= self.stop:
-            raise SpecError(f"a span needs whole numbers with 0 <= start <= stop, got {self}")
+            given = f"[{self.start!r}, {self.stop!r})"
+            raise SpecError(f"a span needs whole numbers with 0 <= start <= stop, got {given}")
         if self.stop > MAX_STOP:
             raise SpecError(f"a span ends at {MAX_STOP} or before, got {self}")
 

@@ -421,7 +421,7 @@ class Destination:
 
 
 def _checked(ticket: Ticket | Sequence[Ticket]) -> Sequence[Ticket]:
-    tickets = (ticket,) if isinstance(ticket, Ticket) else tuple(ticket)
+    tickets = tuple(ticket) if isinstance(ticket, Sequence) and not isinstance(ticket, str) else (ticket,)
     for each in tickets:
         if not isinstance(each, Ticket):
             raise SpecError(f"expected a Ticket, got {type(each).__name__}: parse text with from_text")

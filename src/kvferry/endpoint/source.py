@@ -119,6 +119,8 @@ class SourceEngine:
         ``credential``: of ranks (``invitation``); by default new at each start. Pass the same each time if
         ranks may outlive it. ``trust``: who may read. ``edges`` are for simulations.
         """
+        if type(num_ranks) is not int or num_ranks < 1:
+            raise SpecError(f"num_ranks must be a number of ranks, got {num_ranks!r}")
         check_listen(listen, advertise, trust)
         if trust.insecure:
             log.warning(

@@ -53,6 +53,7 @@ class MemberThread:
         self._generation = 0
         """The last one that the service was told."""
         self._member = Member(authority, join, timing)  # used by the owner thread only
+        self._warn_at = edges.clock() + (timing or Timing()).meet
         self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
         workers = edges.make_workers(f"kvferry-src-{rank}-work")
         self._digests = DigestService(manifest, rank, workers, self._say)
@@ -122,6 +123,13 @@ class MemberThread:
                 log.error("rank %d was rejected by %s: %s", self._rank, self._authority, refusal)
             else:
                 log.info("rank %d of %s: %s", self._rank, self._authority, self._state.value)
+        if self._state is Membership.JOINING and now >= self._warn_at:
+            self._warn_at = float("inf")
+            log.warning(
+                "rank %d: %s has not answered: is it the address of a source engine with the same secret?",
+                self._rank,
+                self._authority,
+            )
         return self._member.next_deadline()
 
 
@@ -148,6 +156,9 @@ class SourceRank:
         ``listen``: the address for packed reads, if the transport has them; ``advertise``: the host that
         readers call, if another one.
         """
+        if len(manifest.ranks) != 1:
+            detail = f"got {len(manifest.ranks)} ranks"
+            raise SpecError(f"a source rank needs a manifest of its own rank only, {detail}")
         (rank,) = manifest.ranks
         transport.register(rank.regions)
         edges = edges or Edges()

@@ -11,6 +11,8 @@ from itertools import count
 from typing import Any
 
 from kvferry.core.request import BlockTable
+from kvferry.core.span import MAX_STOP
+from kvferry.core.state import check_range
 from kvferry.errors import SpecError
 from kvferry.runtime.failure import FailureCode
 from kvferry.runtime.values import Released
@@ -227,7 +229,7 @@ class Offers:
         if len(self._open) >= self.MAX_OPEN:
             detail = "on offer, or released and not polled: call poll, withdraw some, or shorten the lease"
             raise SpecError(f"{self.MAX_OPEN} requests are {detail}")
-        check_name("the name of a request", request_id, MAX_REQUEST_ID)
+        _check_offer(request_id, num_tokens, digest, held_from, complete)
         ticket_id = next(self._numbers[0])
         about = {"digest": digest, "held_from": held_from, "complete": complete}
         wire = tables_to_wire(tables)
@@ -238,7 +240,7 @@ class Offers:
 
     def make_soft(self, request_id: str, num_tokens: int, parts: bytes) -> Ticket:
         """A note of what this engine may still have of a request later. Nothing is kept for it."""
-        check_name("the name of a request", request_id, MAX_REQUEST_ID)
+        _check_offer(request_id, num_tokens, parts)
         return self._signed(next(self._numbers[1]), request_id, num_tokens, {}, lease_ms=0, parts=parts)
 
     def _signed(
@@ -262,7 +264,17 @@ class Offers:
         held_from: int | NotSaid = NOT_SAID,
     ) -> Ticket:
         """A later stage of a growing lease's ticket; the last one if ``complete`` is missing."""
-        stage = ticket.stage(tables_to_wire(tables), complete, held_from)
+        if not ticket.is_growing:
+            raise SpecError(f"the offer of request {ticket.request_id!r} is closed")
+        _check_offer(ticket.request_id, ticket.num_tokens, b"", held_from, complete)
+        wire = tables_to_wire(tables)
+        for name, before in ticket.tables.items():
+            now = wire.get(name, before)
+            if any(a != b for a, b in zip(before.block_ids, now.block_ids, strict=False)):
+                raise SpecError(
+                    f"offered table of group {name}: a growing table keeps the blocks that it has"
+                )
+        stage = ticket.stage(wire, complete, held_from)
         return seal(sign(stage, self._key), self.fleet_key)
 
     def forget(self, request_id: str) -> None:
@@ -277,6 +289,24 @@ class Offers:
         """Whether this start of this engine made a ticket, as it is."""
         is_named = (ticket.engine, ticket.generation) == (self.engine, self.generation)
         return is_named and is_proved(ticket, self._key)
+
+
+def _check_offer(
+    request_id: str,
+    num_tokens: int,
+    content: bytes,
+    held_from: int | NotSaid = NOT_SAID,
+    complete: int | NotSaid = NOT_SAID,
+) -> None:
+    """Raise if readers would reject the ticket: it would be found out at the other end only."""
+    check_name("the name of a request", request_id, MAX_REQUEST_ID)
+    check_range("num_tokens", num_tokens, 0, MAX_STOP)
+    if not isinstance(content, bytes):
+        raise SpecError(f"the digest of a request is bytes, got {content!r:.80}")
+    if not isinstance(held_from, NotSaid):
+        check_range("held_from", held_from, 0, MAX_STOP)
+    if not isinstance(complete, NotSaid):
+        check_range("num_complete", complete, 0, num_tokens)
 
 
 class Assembly(StrEnum):

@@ -116,6 +116,8 @@ class Trust:
     of that host."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.secret, Secret | None):
+            raise SpecError("expected a Secret: read it with kvferry.endpoint.secret_source.secret_from_file")
         if self.secret is not None and self.insecure:
             raise SpecError("secret and insecure are both set: remove one of them")
         for address in self.authorities:
