@@ -46,6 +46,7 @@ def test_a_box_of_no_axes_is_one_cell_and_true():
 def test_a_box_shows_its_turns_but_not_a_token_axis_that_it_holds_whole():
     turns = Box((("head", (Span(0, 2),)), ("token", (Span(1, 2),))), period=4)
     assert str(turns) == "head [0, 2) × token [1, 2) of 4"
+    assert str(Box((("token", EVERY),), period=2)) == "token [0, 1) of 2"
     assert str(Box((("token", EVERY),))) == "everything"
 
 

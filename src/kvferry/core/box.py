@@ -64,7 +64,7 @@ class Box:
         parts = [
             f"{name} {show(spans)}" + (f" of {self.period}" if name == TOKEN else "")
             for name, spans in self.axes
-            if name != TOKEN or spans != EVERY
+            if name != TOKEN or spans != (Span(0, self.period),)
         ]
         return " × ".join(parts) or "everything"
 
