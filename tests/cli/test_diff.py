@@ -21,17 +21,20 @@ def differences(answer, effect=None):
 
 def test_the_same_engine_twice(cli, tmp_path):
     file = tmp_path / "a.json"
-    cli("describe", *MODEL, "--at", "tp=2", "-o", file)
+    cli("describe", *MODEL, "--at", "tp=2,block=128", "-o", file)
     ran = cli("diff", file, file, "--json")
     assert (ran.code, ran.answer["verdict"], ran.answer["differences"]) == (0, "same", [])
     assert cli("diff", file, file).out.startswith("SAME  nothing differs\n")
 
 
 def test_ranks_and_pools_are_none_of_a_transfers_business(cli):
-    ran = cli("diff", *MODEL, "tp=2,blocks=5000", "tp=4", "--json")
+    ran = cli("diff", *MODEL, "tp=2,block=128,blocks=5000", "tp=4,block=128", "--json")
     assert (ran.code, ran.answer["verdict"]) == (0, "harmless")
     assert differences(ran.answer) == {
-        "held by": ("2 ranks, 2 parts", "4 ranks, 4 parts"),
+        "held by": (
+            "2 ranks, 2 parts: head [0, 4), head [4, 8)",
+            "4 ranks, 4 parts: head [0, 2), head [2, 4), …",
+        ),
         "ranks": ("2", "4"),
         "blocks in the pool": ("5000", "4096"),
     }
@@ -47,6 +50,36 @@ def test_another_layout_is_slower_by_its_plan(cli):
     for each in ran.answer["directions"]:
         assert (each["is_refused"], each["link"], each["tokens"]) == (False, "400Gb", 4096)
         assert each["seconds"] > 3 * each["long_run_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("sides", "held_by"),
+    [
+        (
+            ("tp=1,cp=2,block=16", "tp=2,block=32"),
+            (
+                "2 ranks, 2 parts: token [0, 1) of 2, token [1, 2) of 2",
+                "2 ranks, 2 parts: head [0, 4), head [4, 8)",
+            ),
+        ),
+        (
+            ("tp=2,layout=NHD", "tp=4,layout=NHD"),
+            ("2 ranks, 2 parts: head [0, 4), head [4, 8)", "4 ranks, 4 parts: head [0, 2), head [2, 4), …"),
+        ),
+    ],
+)
+def test_another_split_is_slower_by_its_plan(cli, sides, held_by):
+    ran = cli("diff", *MODEL, *sides, "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "slower")
+    assert differences(ran.answer, "slower") == {"held by": held_by}
+
+
+def test_equal_engines_that_are_slow_are_the_same(cli):
+    ran = cli("diff", *MODEL, "tp=4", "tp=4")
+    assert (ran.code, ran.out.partition("\n")[0]) == (
+        0,
+        "SAME  nothing differs, but transfers are slow; see `kvferry plan`",
+    )
 
 
 def test_another_layout_that_costs_nothing_is_harmless(cli):
@@ -93,7 +126,7 @@ def test_manifests_of_single_ranks_are_compared_and_not_tried(cli, tmp_path):
         assert cli("describe", *MODEL, "--at", at, "--rank", 1, "-o", file).code == 0
     ran = cli("diff", *files, "--json")
     assert (ran.code, ran.answer["verdict"]) == (1, "not tried")
-    assert differences(ran.answer, "not tried").keys() == {"order in memory"}
+    assert differences(ran.answer, "not tried").keys() == {"order in memory", "held by"}
     assert {(each["is_refused"], each["lacks_ranks"]) for each in ran.answer["directions"]} == {(False, True)}
     assert "not tried: the manifest does not list all ranks" in cli("diff", *files).out
 

@@ -10,8 +10,10 @@ from kvferry.cli.asked import WINDOW, Asked, Billed, without_requirement
 from kvferry.cli.bill import LinkBill
 from kvferry.cli.link_profile import RDMA_400
 from kvferry.cli.output import cell_words, kind_of, milliseconds
+from kvferry.core.box import TOKEN, Box
 from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
+from kvferry.core.span import Span
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View
 from kvferry.errors import Code, Finding, counted
@@ -76,6 +78,10 @@ class ManifestDiff:
         return not any(each.billed.bill.findings for each in self.directions)
 
     @property
+    def is_slow(self) -> bool:
+        return any(bill.is_slow for each in self.directions if (bill := each.over_network))
+
+    @property
     def effect(self) -> Effect | None:
         """The worst of all effects; None if nothing differs."""
         found = {difference.effect for difference in self.differences}
@@ -94,7 +100,7 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
         Direction("b -> a", asked.billed_between(b, a)),
     )
     places = Effect.UNTRIED if all(each.lacks_ranks for each in directions) else Effect.HARMLESS
-    if any(bill.is_slow for each in directions if (bill := each.over_network)):
+    if ManifestDiff((), directions).is_slow:
         places = Effect.SLOWER
     windows = Effect.REFUSED if of_models else Effect.HARMLESS
     told = (
@@ -148,7 +154,7 @@ def _places(a: Manifest, b: Manifest, effect: Effect, windows: Effect) -> Iterat
     looks: tuple[tuple[str, Callable[[Manifest, State], str], Effect], ...] = (
         ("tokens per block", _block_tokens, effect),
         (WINDOW, _window, windows),
-        ("held by", _holding, Effect.HARMLESS),
+        ("held by", _holding, effect),
     )
     shared = [(other, state) for state in b.states if (other := a.find(state)) is not None]
     for what, look, its_effect in looks:
@@ -183,10 +189,19 @@ def _window(manifest: Manifest, state: State) -> str:
 
 
 def _holding(manifest: Manifest, state: State) -> str:
-    held = [str(box) for _, box in manifest.holders[state.name].boxes] if _view(manifest, state) else []
-    ranks = counted(len(held), "rank")
-    parts = len(set(held))
-    return f"{ranks}, {'all of it on each' if parts == 1 else f'{parts} parts'}"
+    if _view(manifest, state) is None:
+        return "no rank has it"
+    boxes = [box for _, box in manifest.holders[state.name].boxes]
+    parts = list(dict.fromkeys(str(_split_axes(box, state)) for box in boxes))
+    shown = ", ".join([*parts[:2], *["…"] * (len(parts) > 2)])
+    how = "all of it on each" if shown == "everything" else f"{counted(len(parts), 'part')}: {shown}"
+    return f"{counted(len(boxes), 'rank')}, {how}"
+
+
+def _split_axes(box: Box, state: State) -> Box:
+    """A box without the axes that it covers."""
+    sizes = {axis.name: axis.size for axis in state.axes} | {TOKEN: box.period}
+    return Box(tuple(each for each in box.axes if each[1] != (Span(0, sizes[each[0]]),)), box.period)
 
 
 def _orders(
@@ -288,6 +303,8 @@ OTHER_MODEL = "not the same model: running engines reject each other, although t
 def verdict(found: ManifestDiff) -> tuple[str, str]:
     """A word, and a sentence."""
     word, words = VERDICTS[found.effect]
+    if word == "SAME" and found.is_slow:
+        words += ", but transfers are slow; see `kvferry plan`"
     return word, OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else words
 
 
