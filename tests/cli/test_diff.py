@@ -1,6 +1,8 @@
 """``kvferry diff``: what differs, and what that does to a transfer."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -128,7 +130,35 @@ def test_manifests_of_single_ranks_are_compared_and_not_tried(cli, tmp_path):
     assert (ran.code, ran.answer["verdict"]) == (1, "not tried")
     assert differences(ran.answer, "not tried").keys() == {"order in memory", "held by"}
     assert {(each["is_refused"], each["lacks_ranks"]) for each in ran.answer["directions"]} == {(False, True)}
-    assert "not tried: the manifest does not list all ranks" in cli("diff", *files).out
+    assert "not tried: not-held: layers.0.attn/k: head [2, 4)" in cli("diff", *files).out
+
+
+PACKED = Path(__file__).parents[2] / "examples" / "manifests" / "packed.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "effect", "said"),
+    [
+        (lambda ranks: ranks.pop(), "not tried", ["not-held", "no source rank holds it"]),
+        (lambda ranks: ranks[1]["views"].pop(), "not tried", ["not-held", "layers.0/v: head [2, 4)"]),
+        (
+            lambda ranks: ranks[0]["views"][0].update(offset=5000),
+            "refused",
+            ["out-of-bounds", "the view ends at byte 6520 of 1536"],
+        ),
+    ],
+    ids=["no rank", "no view", "out of bounds"],
+)
+def test_a_direction_that_cannot_be_planned_says_why(cli, tmp_path, change, effect, said):
+    document = json.loads(PACKED.read_text())
+    change(document["ranks"])
+    (tmp_path / "b.json").write_text(json.dumps(document))
+    ran = cli("diff", PACKED, tmp_path / "b.json", "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, effect)
+    assert ran.answer["directions"][1]["findings"][0]["code"] == said[0]
+    told = " ".join(cli("diff", PACKED, tmp_path / "b.json").out.split())
+    assert f"b -> a {effect}: {said[0]}: " in told
+    assert said[1] in told
 
 
 @pytest.mark.parametrize("ends", [("a.json",), ("none.json", "tp=2"), ("tp=2", "tp=2")])

@@ -79,11 +79,14 @@ def _as_object(found: ManifestDiff) -> object:
 
 
 def _direction_object(direction: Direction) -> dict[str, object]:
+    from kvferry.cli.output import finding_object
+
     bill = direction.over_network
     return {
         "direction": direction.name,
         "is_refused": direction.is_refused,
         "lacks_ranks": direction.lacks_ranks,
+        "findings": [finding_object(finding) for finding in direction.billed.bill.findings],
         "tokens": direction.billed.tokens,
         "link": bill.profile.name if bill else "",
         "seconds": bill.seconds if bill else 0.0,

@@ -16,7 +16,7 @@ from kvferry.core.manifest import Manifest, compare
 from kvferry.core.span import Span
 from kvferry.core.state import State
 from kvferry.core.view import BLOCK, View
-from kvferry.errors import Code, Finding, counted
+from kvferry.errors import Code, Finding, Refused, counted
 
 
 class Effect(StrEnum):
@@ -25,7 +25,7 @@ class Effect(StrEnum):
     SLOWER = "slower"
     """Transfers need short runs."""
     UNTRIED = "not tried"
-    """Not planned, because the manifests lack ranks."""
+    """Not planned in one direction at least, because the manifests lack ranks or views."""
     HARMLESS = "harmless"
 
 
@@ -54,9 +54,17 @@ class Direction:
 
     @property
     def lacks_ranks(self) -> bool:
-        """Whether the only reason of a refusal is a manifest without all of its ranks."""
+        """Whether the only reason of a refusal is a manifest without all of its ranks and views."""
         found = self.billed.bill.findings
         return bool(found) and {finding.code for finding in found} == {Code.NOT_HELD}
+
+    @property
+    def reasons(self) -> str:
+        """The findings of its plan; empty if they are listed as differences."""
+        source, destination, bill = self.billed.source, self.billed.destination, self.billed.bill
+        if not bill.findings or compare(source, destination):
+            return ""
+        return "; ".join(str(Refused(*bill.findings, num_more=bill.num_more)).splitlines())
 
     @property
     def over_network(self) -> LinkBill | None:
@@ -85,6 +93,7 @@ class ManifestDiff:
     def effect(self) -> Effect | None:
         """The worst of all effects; None if nothing differs."""
         found = {difference.effect for difference in self.differences}
+        found |= {Effect.UNTRIED for each in self.directions if each.lacks_ranks}
         found |= {Effect.REFUSED for each in self.directions if each.is_refused}
         return next((effect for effect in Effect if effect in found), None)
 
@@ -99,7 +108,7 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
         Direction("a -> b", asked.billed_between(a, b)),
         Direction("b -> a", asked.billed_between(b, a)),
     )
-    places = Effect.UNTRIED if all(each.lacks_ranks for each in directions) else Effect.HARMLESS
+    places = Effect.UNTRIED if any(each.lacks_ranks for each in directions) else Effect.HARMLESS
     if ManifestDiff((), directions).is_slow:
         places = Effect.SLOWER
     windows = Effect.REFUSED if of_models else Effect.HARMLESS
@@ -293,7 +302,7 @@ def _joined(words: set[str]) -> str:
 VERDICTS = {
     None: ("SAME", "nothing differs"),
     "harmless": ("SAME", "no relevant difference"),
-    "not tried": ("NOTE", "the differences may cost time; not planned, because ranks are missing"),
+    "not tried": ("NOTE", "the differences may cost time; not planned, because parts are missing"),
     "slower": ("SLOW", "compatible, but slow; see `kvferry plan`"),
     "refused": ("REFUSED", "incompatible"),
 }
@@ -309,11 +318,10 @@ def verdict(found: ManifestDiff) -> tuple[str, str]:
 
 
 def direction_time(direction: Direction) -> str:
-    """The time of a request; empty if it transfers nothing."""
-    if direction.is_refused:
-        return "refused"
-    if direction.lacks_ranks:
-        return "not tried: the manifest does not list all ranks"
+    """The time of a request, or why it is refused; empty if it transfers nothing."""
+    if direction.billed.bill.findings:
+        word = "not tried" if direction.lacks_ranks else "refused"
+        return f"{word}: {direction.reasons}".removesuffix(": ")
     bill = direction.over_network
     if bill is None:
         return ""
