@@ -161,6 +161,39 @@ def test_a_direction_that_cannot_be_planned_says_why(cli, tmp_path, change, effe
     assert said[1] in told
 
 
+def test_sinks_aliases_and_pools_differ(cli, tmp_path):
+    files = []
+    for name, sinks in (("a", 0), ("b", 4)):
+        document = json.loads(PACKED.read_text())
+        document["groups"][0].update(window=8, sinks=sinks, pool=f"pool-{name}")
+        document["states"][0]["aliases"] = [f"{name}/k"]
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(document))
+    ran = cli("diff", *files, "--json")
+    assert ran.code == 0
+    assert differences(ran.answer) == {
+        "window": ("8 tokens", "8 tokens and the first 4"),
+        "aliases": ("a/k", "b/k"),
+        "groups": ("full in pool pool-a", "full in pool pool-b"),
+    }
+    assert [each["tokens"] for each in ran.answer["directions"]] == [8, 16]
+    assert cli("plan", *files, "--json").answer["request"]["tokens"] == 8  # more of it is not there
+
+
+def test_a_request_that_does_not_fit_is_no_error_of_the_diff(cli, tmp_path):
+    document = json.loads(PACKED.read_text())
+    document["groups"][0]["addressing"] = "ring"
+    (tmp_path / "b.json").write_text(json.dumps(document))
+    ran = cli("diff", PACKED, tmp_path / "b.json", "--json")
+    assert (ran.code, ran.answer["verdict"]) == (1, "not tried")
+    assert ran.answer["directions"][0]["problem"] == (
+        "a request of 16 tokens: dst-ring-short: group full: [0, 16) exceeds its 4 cells"
+    )
+    assert "a -> b cannot be planned: a request of" in " ".join(
+        cli("diff", PACKED, tmp_path / "b.json").out.split()
+    )
+
+
 @pytest.mark.parametrize("ends", [("a.json",), ("none.json", "tp=2"), ("tp=2", "tp=2")])
 def test_bad_input_is_said_in_one_line(cli, ends, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

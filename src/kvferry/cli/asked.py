@@ -16,6 +16,7 @@ from kvferry.cli.options import at
 from kvferry.core.choices import MAX_RUNS_PER_BLOCK, Placement
 from kvferry.core.manifest import Manifest
 from kvferry.core.sample import sample_request
+from kvferry.core.state import Group
 from kvferry.errors import Code, Finding, SpecError
 from kvferry.integrations.known_vllm import filled_config, is_installed
 from kvferry.models.model import is_offline
@@ -108,27 +109,38 @@ def _difference(what: str, in_src: str, in_dst: str) -> Finding:
 def short_window(source: Manifest, destination: Manifest) -> int:
     """The tokens that the source keeps of states of which the destination needs more; 0 if there are none."""
     pairs = _window_pairs(source, destination)
-    return min((ours for ours, theirs in pairs if ours and (ours < theirs or not theirs)), default=0)
+    return min((ours.window for ours, theirs in pairs if _keeps_less(ours, theirs)), default=0)
+
+
+def _keeps_less(ours: Group, theirs: Group) -> bool:
+    is_less = not theirs.window or ours.window < theirs.window or ours.sinks < theirs.sinks
+    return ours.window > 0 and is_less
+
+
+def window_words(group: Group) -> str:
+    sinks = f" and the first {group.sinks}" if group.sinks else ""
+    return f"{group.window} tokens{sinks}" if group.window else "none"
 
 
 def _windows(source: Manifest, destination: Manifest) -> Iterator[Finding]:
-    for ours, theirs in _window_pairs(source, destination):
+    for pair in _window_pairs(source, destination):
+        ours, theirs = map(window_words, pair)
         if ours != theirs:
-            yield _difference(WINDOW, *(f"{each} tokens" if each else NOT_SET for each in (ours, theirs)))
+            yield _difference(WINDOW, ours, theirs)
 
 
-def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[int, int]]:
-    """The windows of each common state; 0: all tokens."""
-    ours, theirs = _window_of(source), _window_of(destination)
+def _window_pairs(source: Manifest, destination: Manifest) -> Iterator[tuple[Group, Group]]:
+    """The groups of each common state."""
+    ours, theirs = _group_of(source), _group_of(destination)
     for state in destination.states:
         other = source.find(state)
         if other is not None and other.name in ours and state.name in theirs:
             yield ours[other.name], theirs[state.name]
 
 
-def _window_of(manifest: Manifest) -> dict[str, int]:
+def _group_of(manifest: Manifest) -> dict[str, Group]:
     groups = manifest.group_by_name
-    return {view.state: groups[view.group].window for rank in manifest.ranks for view in rank.views}
+    return {view.state: groups[view.group] for rank in manifest.ranks for view in rank.views}
 
 
 DEFAULT_TOKENS = 4096
@@ -175,7 +187,8 @@ class Asked:
                 f"--tokens {tokens}: the source keeps only {window} tokens of some layers, and the"
                 f" destination needs more: use --tokens {window} or less"
             )
-        with at(f"--tokens {tokens} --kept {self.kept}"):
+        options = f"--tokens {tokens} --kept {self.kept}"
+        with at(options if self.tokens or self.kept else f"a request of {tokens} tokens"):
             request = sample_request(
                 source, destination, tokens, num_kept=self.kept, placement=self.placement
             )

@@ -87,6 +87,7 @@ def _direction_object(direction: Direction) -> dict[str, object]:
         "is_refused": direction.is_refused,
         "lacks_ranks": direction.lacks_ranks,
         "findings": [finding_object(finding) for finding in direction.billed.bill.findings],
+        "problem": direction.problem,
         "tokens": direction.billed.tokens,
         "link": bill.profile.name if bill else "",
         "seconds": bill.seconds if bill else 0.0,

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.cli.asked import WINDOW, Asked, Billed, without_requirement
-from kvferry.cli.bill import LinkBill
+from kvferry.cli.asked import WINDOW, Asked, Billed, fitting_tokens, window_words, without_requirement
+from kvferry.cli.bill import Bill, LinkBill
 from kvferry.cli.link_profile import RDMA_400
 from kvferry.cli.output import cell_words, kind_of, milliseconds
 from kvferry.core.box import TOKEN, Box
 from kvferry.core.identity import compare_identity
 from kvferry.core.manifest import Manifest, compare
 from kvferry.core.span import Span
-from kvferry.core.state import State
+from kvferry.core.state import Group, State
 from kvferry.core.view import BLOCK, View
-from kvferry.errors import Code, Finding, Refused, counted
+from kvferry.errors import Code, Finding, Refused, SpecError, counted
 
 
 class Effect(StrEnum):
@@ -25,7 +25,7 @@ class Effect(StrEnum):
     SLOWER = "slower"
     """Transfers need short runs."""
     UNTRIED = "not tried"
-    """Not planned in one direction at least, because the manifests lack ranks or views."""
+    """Not planned in one direction at least: ranks or views are missing, or the request does not fit."""
     HARMLESS = "harmless"
 
 
@@ -47,6 +47,8 @@ class Direction:
     name: str
     """``a -> b`` or ``b -> a``."""
     billed: Billed
+    problem: str = ""
+    """Why the request cannot be planned, although the engines may be compatible."""
 
     @property
     def is_refused(self) -> bool:
@@ -57,6 +59,10 @@ class Direction:
         """Whether the only reason of a refusal is a manifest without all of its ranks and views."""
         found = self.billed.bill.findings
         return bool(found) and {finding.code for finding in found} == {Code.NOT_HELD}
+
+    @property
+    def is_untried(self) -> bool:
+        return self.lacks_ranks or bool(self.problem)
 
     @property
     def reasons(self) -> str:
@@ -83,7 +89,7 @@ class ManifestDiff:
     @property
     def bytes_fit(self) -> bool:
         """Whether a transfer is possible but for the models."""
-        return not any(each.billed.bill.findings for each in self.directions)
+        return not any(each.billed.bill.findings or each.problem for each in self.directions)
 
     @property
     def is_slow(self) -> bool:
@@ -93,7 +99,7 @@ class ManifestDiff:
     def effect(self) -> Effect | None:
         """The worst of all effects; None if nothing differs."""
         found = {difference.effect for difference in self.differences}
-        found |= {Effect.UNTRIED for each in self.directions if each.lacks_ranks}
+        found |= {Effect.UNTRIED for each in self.directions if each.is_untried}
         found |= {Effect.REFUSED for each in self.directions if each.is_refused}
         return next((effect for effect in Effect if effect in found), None)
 
@@ -104,11 +110,8 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
     ``of_models``: differences of the models that the manifests do not have.
     """
     a, b = without_requirement(a, b)
-    directions = (
-        Direction("a -> b", asked.billed_between(a, b)),
-        Direction("b -> a", asked.billed_between(b, a)),
-    )
-    places = Effect.UNTRIED if any(each.lacks_ranks for each in directions) else Effect.HARMLESS
+    directions = _direction("a -> b", a, b, asked), _direction("b -> a", b, a, asked)
+    places = Effect.UNTRIED if any(each.is_untried for each in directions) else Effect.HARMLESS
     if ManifestDiff((), directions).is_slow:
         places = Effect.SLOWER
     windows = Effect.REFUSED if of_models else Effect.HARMLESS
@@ -120,6 +123,14 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
     found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))
     order = list(Effect)
     return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)
+
+
+def _direction(name: str, source: Manifest, destination: Manifest, asked: Asked) -> Direction:
+    try:
+        return Direction(name, asked.billed_between(source, destination))
+    except SpecError as error:
+        tokens = asked.tokens or fitting_tokens(source, destination)
+        return Direction(name, Billed(source, destination, tokens, (), Bill(())), str(error))
 
 
 # -- differences that prevent a transfer -------------------------------------------------------------
@@ -164,6 +175,7 @@ def _places(a: Manifest, b: Manifest, effect: Effect, windows: Effect) -> Iterat
         ("tokens per block", _block_tokens, effect),
         (WINDOW, _window, windows),
         ("held by", _holding, effect),
+        ("aliases", lambda _, state: ", ".join(state.aliases) or "none", Effect.HARMLESS),
     )
     shared = [(other, state) for state in b.states if (other := a.find(state)) is not None]
     for what, look, its_effect in looks:
@@ -193,8 +205,7 @@ def _block_tokens(manifest: Manifest, state: State) -> str:
 
 def _window(manifest: Manifest, state: State) -> str:
     view = _view(manifest, state)
-    group = manifest.group_by_name[view.group] if view else None
-    return f"{group.window} tokens" if group and group.window else "none"
+    return window_words(manifest.group_by_name[view.group]) if view else "none"
 
 
 def _holding(manifest: Manifest, state: State) -> str:
@@ -286,13 +297,17 @@ def _engines(a: Manifest, b: Manifest) -> Iterator[Difference]:
     looks: tuple[tuple[str, Callable[[Manifest], str]], ...] = (
         ("model's name", lambda each: each.model or "none"),
         ("ranks", lambda each: str(len(each.ranks))),
-        ("groups", lambda each: ", ".join(sorted(group.name for group in each.groups))),
+        ("groups", lambda each: ", ".join(sorted(map(_group_words, each.groups)))),
         ("blocks in the pool", lambda each: _joined({str(group.num_blocks) for group in each.groups})),
         ("memory", lambda each: _joined({r.device.partition(":")[0] for k in each.ranks for r in k.regions})),
     )
     for what, look in looks:
         if look(a) != look(b):
             yield Difference(what, look(a), look(b), Effect.HARMLESS)
+
+
+def _group_words(group: Group) -> str:
+    return group.name if group.pool == group.name else f"{group.name} in pool {group.pool}"
 
 
 def _joined(words: set[str]) -> str:
@@ -302,7 +317,7 @@ def _joined(words: set[str]) -> str:
 VERDICTS = {
     None: ("SAME", "nothing differs"),
     "harmless": ("SAME", "no relevant difference"),
-    "not tried": ("NOTE", "the differences may cost time; not planned, because parts are missing"),
+    "not tried": ("NOTE", "the differences may cost time; not planned in one direction at least"),
     "slower": ("SLOW", "compatible, but slow; see `kvferry plan`"),
     "refused": ("REFUSED", "incompatible"),
 }
@@ -319,6 +334,8 @@ def verdict(found: ManifestDiff) -> tuple[str, str]:
 
 def direction_time(direction: Direction) -> str:
     """The time of a request, or why it is refused; empty if it transfers nothing."""
+    if direction.problem:
+        return f"cannot be planned: {direction.problem}"
     if direction.billed.bill.findings:
         word = "not tried" if direction.lacks_ranks else "refused"
         return f"{word}: {direction.reasons}".removesuffix(": ")
