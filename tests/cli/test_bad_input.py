@@ -30,6 +30,7 @@ BAD = {
         ("plan", *MODEL, "--src", "tp=2,blok=4", "--dst", "tp=2"),
         "--src tp=2,blok=4: unknown key",
     ),
+    "unknown-key-of-a-diff": (("diff", *MODEL, "tp=2,blok=4", "tp=2"), "kvferry: A tp=2,blok=4: unknown key"),
     "no-number": (
         ("plan", *MODEL, "--src", "tp=2", "--dst", "tp=two"),
         "--dst tp=two: tp must be a whole number",

@@ -340,6 +340,9 @@ def test_a_role_that_does_not_fit_its_side_is_rejected(cli, folder, side, role):
     ran = cli("plan", "--src", ends["src"], "--dst", ends["dst"])
     said = f"kv_role is {role}: an engine with this role cannot be the {side}"
     assert (ran.code, said in ran.err) == (2, True)
+    assert (
+        cli("diff", ends["src"], ends["dst"]).code == 0
+    )  # compared in both directions, whatever their roles
 
 
 def test_the_block_size_of_a_hybrid_is_rounded_up_as_vllm_does(cli):

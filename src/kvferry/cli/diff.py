@@ -49,7 +49,7 @@ def diff(
     from kvferry.cli.picture.render import check_pictures, draw_diff
 
     check_pictures({"--html": html})
-    sides = src_and_dst((), (first, second), model, config)
+    sides = src_and_dst((), (first, second), model, config, engines=("A", "B"))
     a, b = (side.manifest() for side in sides)
     found = manifest_diff(a, b, Asked(), model_differences(*sides, a, b))
     draw_diff(found, a, b, (first, second), html)

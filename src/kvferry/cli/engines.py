@@ -109,7 +109,7 @@ def _downloaded(name: str) -> Path | None:
 
 
 OTHER_ROLE = {"src": "kv_consumer", "dst": "kv_producer"}
-DTYPE_INSTEAD = "set dtype=… in a topology (--src tp=4,dtype=fp16)"
+DTYPE_INSTEAD = "set dtype=… in a topology (tp=4,dtype=fp16)"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Side:
     """One side as requested: a manifest, or a topology of a model."""
 
     engine: str
-    """``src`` or ``dst``."""
+    """``src`` or ``dst``; ``A`` or ``B`` of ``kvferry diff``, where either may be the source."""
     file: Path | Server | None = None
     text: str = ""
     """The topology, or the command that starts the engine, verbatim."""
@@ -142,12 +142,16 @@ class Side:
     is_named: bool = False
     """Whether the model was named for this side only."""
 
+    @property
+    def label(self) -> str:
+        return f"--{self.engine}" if self.engine in OTHER_ROLE else self.engine
+
     def manifest(self, num_tokens: int = 0) -> Manifest:
         """Read or describe it; a pool of unspecified size gets room for ``num_tokens``."""
         if self.file is not None:
             return manifest_of(self.file)
         model, topology = self.chosen_model, self.topology
-        with at(f"--{self.engine} {self.text}"):
+        with at(f"{self.label} {self.text}"):
             return described_with_room(model, topology, self.engine, num_tokens)
 
     @cached_property
@@ -155,7 +159,7 @@ class Side:
         if self.command is None:
             return self.text
         asked = self.command.topology
-        with at(f"--{self.engine} {self.text}"):
+        with at(f"{self.label} {self.text}"):
             topology = Topology.parse(asked)
             _check_backend(self.chosen_model, self.command.attention_backend, topology)
             if not topology.block:
@@ -167,12 +171,12 @@ class Side:
         """The served model: named for this side, else in its command if it is known, else for both sides."""
         if self.command and self.command.dtype:
             if self.served is None:
-                raise SpecError(f"--{self.engine}: --dtype of a model with a draft: {DTYPE_INSTEAD}")
+                raise SpecError(f"{self.label}: --dtype of a model with a draft: {DTYPE_INSTEAD}")
             return replace(self.served, asked_dtype=self.command.dtype).model
         if self._of_command is not None:
             return self._of_command.model
         if self.command and not (self.model or self.config):
-            raise SpecError(f"--{self.engine}: {unknown_model(self.command.model)}")
+            raise SpecError(f"{self.label}: {unknown_model(self.command.model)}")
         return chosen_model(self.model, self.config)
 
     @cached_property
@@ -229,9 +233,10 @@ class Side:
     def command(self) -> ServeCommand | None:
         if not ServeCommand.is_one(self.text):
             return None
-        with at(f"--{self.engine} {self.text}"):
+        with at(f"{self.label} {self.text}"):
             command = ServeCommand.read(self.text)
-            if (role := command.connector.get("kv_role")) == OTHER_ROLE[self.engine]:
+            role = command.connector.get("kv_role")
+            if role and role == OTHER_ROLE.get(self.engine):
                 raise SpecError(f"kv_role is {role}: an engine with this role cannot be the {self.engine}")
             return command
 
@@ -258,6 +263,7 @@ def src_and_dst(
     model: str,
     config: Path | None,
     own_models: tuple[str, str] = ("", ""),
+    engines: tuple[str, str] = ("src", "dst"),
 ) -> tuple[Side, Side]:
     """Both sides; files fill the sides without a topology, the source first.
 
@@ -271,7 +277,7 @@ def src_and_dst(
         )
     if model and config:
         raise SpecError(
-            "--model and --config are mutually exclusive; --src-model and --dst-model set one side's model"
+            "--model and --config are mutually exclusive; `kvferry plan` has --src-model and --dst-model"
         )
     if open_sides == 2 and (model or config or any(own_models)):
         raise SpecError("--model and --config describe a side given by --src or --dst; files need neither")
@@ -280,7 +286,7 @@ def src_and_dst(
         raise SpecError(
             "--model and --config have no effect: --src-model and --dst-model name the models of both sides"
         )
-    for has_model, own, engine in zip(is_file, own_models, ("src", "dst"), strict=True):
+    for has_model, own, engine in zip(is_file, own_models, engines, strict=True):
         if own and has_model:
             raise SpecError(f"--{engine}-model {own}: --{engine} is a manifest, which names its model")
     left = iter(files)
@@ -288,7 +294,7 @@ def src_and_dst(
         Side(engine, next(left) if text is None else _place_of(text))
         if text is None or has_model
         else Side(engine, None, text, own or model, None if own else config, bool(own))
-        for engine, text, has_model, own in zip(("src", "dst"), topologies, is_file, own_models, strict=True)
+        for engine, text, has_model, own in zip(engines, topologies, is_file, own_models, strict=True)
     )
     return _with_model_of(src, dst), _with_model_of(dst, src)
 
