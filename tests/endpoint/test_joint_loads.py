@@ -444,6 +444,30 @@ def test_a_fetch_of_wrong_types_is_refused_and_others_go_on(world_of, message, w
     world.check()
 
 
+def test_an_unexpected_error_concerns_one_load(world_of, monkeypatch):
+    """Of two that wait for one first contact, and so are continued by one event."""
+    world = world_of(NUM_TOKENS, timing=HASTY)
+    start, broken = world.destination._selecting.start, list[int]()
+
+    def start_all_but_the_first(effect, met):
+        if not broken:
+            broken.append(effect.handle)
+            raise RuntimeError("broken")
+        start(effect, met)
+
+    monkeypatch.setattr(world.destination._selecting, "start", start_all_but_the_first)
+    handles = [world.fetch(world.sources[0].offer(name)) for name in ("first", "second")]
+    reports = {}
+
+    def all_reported():
+        reports.update({report.handle: report for report in world.destination.poll()})
+        return len(reports) == len(handles)
+
+    until(all_reported)
+    assert [reports[each].record.outcome for each in handles if each not in broken] == ["read"]
+    assert [reports[each].record.outcome for each in broken] == ["overdue"]
+
+
 def test_a_growing_ticket_is_read_in_parts_while_another_source_gives_the_rest(world_of):
     """Its first tokens come while it computes."""
     world = world_of(512, NUM_TOKENS, timing=HASTY)

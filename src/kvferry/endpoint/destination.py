@@ -34,6 +34,7 @@ from kvferry.endpoint.owner import Owner
 from kvferry.endpoint.posted_reads import PostedReads, Selecting
 from kvferry.endpoint.status import status_report
 from kvferry.errors import SpecError
+from kvferry.host.threads import quietly
 from kvferry.log import log_of
 from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, Timing
 from kvferry.runtime.failure import refusal
@@ -316,35 +317,38 @@ class Destination:
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in self._loads.through(self._clock(), effects):
-            match effect:
-                case Send():
-                    self._channel.send(effect.to, encode(effect.message))
-                case FindRanks():
-                    self._workers.submit(effect.peer, partial(self._find, effect))
-                case Build():
-                    self._workers.submit(effect.peer, partial(self._build, effect, *self._found[effect.peer]))
-                case Select():
-                    self._selecting.start(effect, self._met[effect.peer])
-                case PostReads():
-                    self._reads.post(effect, is_quick=self._met[effect.peer].is_quick)
-                case TakeDigest():
-                    self._digests.take(effect, self._met.get(effect.peer))
-                case LookUp():
-                    if self._is_shown(effect.board, effect.ticket_id, effect.mark):
-                        self._carry_out(self._reader.fetches.stood(self._clock(), effect.handle))
-                case Cancel():
-                    self._reads.cancel(effect.transfer)
-                case Drop():
-                    self._drop(effect.peer)
-                case HangUp():
-                    self._channel.hang_up(effect.address)
-                case AllRead():
-                    pass  # handled by the joint loads
-                case Report():
-                    self._log.ended(self._clock(), effect)  # before the engine can reuse the blocks
-                    self._reports.append(effect)
-                    if self._metrics:
-                        self._metrics.count(effect)
+            quietly(self._carry, effect)  # an error concerns one load, not the others
+
+    def _carry(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._channel.send(effect.to, encode(effect.message))
+            case FindRanks():
+                self._workers.submit(effect.peer, partial(self._find, effect))
+            case Build():
+                self._workers.submit(effect.peer, partial(self._build, effect, *self._found[effect.peer]))
+            case Select():
+                self._selecting.start(effect, self._met[effect.peer])
+            case PostReads():
+                self._reads.post(effect, is_quick=self._met[effect.peer].is_quick)
+            case TakeDigest():
+                self._digests.take(effect, self._met.get(effect.peer))
+            case LookUp():
+                if self._is_shown(effect.board, effect.ticket_id, effect.mark):
+                    self._carry_out(self._reader.fetches.stood(self._clock(), effect.handle))
+            case Cancel():
+                self._reads.cancel(effect.transfer)
+            case Drop():
+                self._drop(effect.peer)
+            case HangUp():
+                self._channel.hang_up(effect.address)
+            case AllRead():
+                pass  # handled by the joint loads
+            case Report():
+                self._log.ended(self._clock(), effect)  # before the engine can reuse the blocks
+                self._reports.append(effect)
+                if self._metrics:
+                    self._metrics.count(effect)
 
     def _tick(self, now: float) -> float:
         """Collect ends and, less often, step all fetches; returns the time of the next call."""
