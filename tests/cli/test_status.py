@@ -88,6 +88,19 @@ def test_where_nobody_is(cli, tmp_path):
     assert str(tmp_path) in ran.err
 
 
+@pytest.mark.parametrize("watch", [(), ("--watch", "--count", "1")], ids=["once", "watch"])
+def test_a_file_that_is_no_socket_is_named_and_kept(cli, tmp_path, watch):
+    file = tmp_path / "secret"
+    file.write_text("kept")
+    (tmp_path / "link").symlink_to(file)
+    for path in (file, tmp_path / "link", tmp_path):
+        ran = cli("status", path, *watch)
+        assert f"{path}: not a socket" in ran.out + ran.err
+        assert (ran.code == 0) == bool(watch)
+    assert file.read_text() == "kept"
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_an_address_where_nobody_listens(cli, monkeypatch):
     monkeypatch.setattr(ask_status, "__defaults__", (0.3,))
     ran = cli("status", "tcp://127.0.0.1:9")

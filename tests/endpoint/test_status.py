@@ -143,6 +143,26 @@ def test_what_killed_processes_left_is_swept():
     opened.close()
 
 
+def test_a_socket_is_not_swept_before_it_listens(monkeypatch):
+    class SweptSocket(socket.socket):
+        def listen(self, *arguments):
+            live_sockets()
+            super().listen(*arguments)
+
+    monkeypatch.setattr(socket, "socket", SweptSocket)
+    opened = open_status("engine", dict)
+    assert opened is not None
+    assert len(live_sockets()) == 1
+    opened.close()
+
+
+def test_only_sockets_are_swept():
+    file = status_folder() / "kept.sock"
+    file.touch()
+    assert live_sockets() == []
+    assert file.exists()
+
+
 def test_an_engine_that_cannot_be_asked_works_all_the_same(monkeypatch, own_folder, caplog):
     monkeypatch.setattr(tempfile, "tempdir", f"{own_folder}/is/not/there")
     caplog.set_level("INFO", "kvferry")

@@ -92,11 +92,12 @@ class StatusSocket:
 
     def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
         self._path, self._report = path, report
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening, unlisted = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path.with_suffix(".new")
         try:
-            listening.bind(str(path))
-            path.chmod(0o600)
+            listening.bind(str(unlisted))
+            unlisted.chmod(0o600)
             listening.listen(MAX_WAITING)
+            unlisted.rename(path)  # a listed socket without a listener is removed
         except OSError:
             listening.close()
             raise
@@ -147,14 +148,11 @@ def open_status(name: str, report: Callable[[], StatusReport]) -> StatusSocket |
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a socket has a listener; removes the file of a killed process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(CALL_SECONDS)
         try:
             asking.connect(str(path))
         except OSError as error:
-            if error.errno == errno.ECONNREFUSED:
-                path.unlink(missing_ok=True)
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
 
@@ -167,8 +165,10 @@ def read_status(path: Path) -> dict[str, Any]:
             _connect(asking, path)
             found = b"".join(_received(asking))
         except OSError as error:
-            hint = ": its engine has exited" if error.errno == errno.ECONNREFUSED else ""
-            raise SpecError(f"{path}: {error.strerror or error}{hint}") from None
+            why = error.strerror or str(error)
+            if error.errno == errno.ECONNREFUSED:
+                why = "its engine has exited" if path.is_socket() else "not a socket"
+            raise SpecError(f"{path}: {why}") from None
     try:
         answer = json.loads(found)
     except ValueError:
@@ -199,11 +199,12 @@ def _received(asking: socket.socket) -> Iterator[bytes]:
 
 def sockets() -> list[Path]:
     """The sockets of this user's endpoints, including killed ones."""
-    return sorted(status_folder().glob("*.sock"))
+    return sorted(path for path in status_folder().glob("*.sock") if path.is_socket())
 
 
 def live_sockets() -> list[Path]:
     """The sockets of this user's running endpoints; removes those of killed ones."""
     for path in sockets():
-        is_listening(path)
+        if not is_listening(path):
+            path.unlink(missing_ok=True)
     return sockets()
