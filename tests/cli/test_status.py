@@ -9,6 +9,7 @@ import pytest
 from kvferry.cli.status import asking
 from kvferry.endpoint import Destination, SourceEngine
 from kvferry.endpoint.asking import ask_status
+from kvferry.endpoint.status import open_status
 from kvferry.models import Topology, describe
 from kvferry.testing.small import small
 from kvferry.transport.memory import Hub, MemoryTransport, placed
@@ -86,6 +87,16 @@ def test_where_nobody_is(cli, tmp_path):
     ran = cli("status", tmp_path)
     assert (ran.code, ran.out) == (2, "")
     assert str(tmp_path) in ran.err
+
+
+def test_an_engine_of_another_version_hides_no_other(cli, engine):
+    other = open_status("another", lambda: {"side": "source", "kvferry": "0.9"})
+    assert other is not None
+    ran = cli("status")
+    other.close()
+    assert ran.code == 0
+    assert f"at       {engine.address}\n" in ran.out
+    assert "it runs kvferry 0.9; use `kvferry status` of that version" in ran.out
 
 
 @pytest.mark.parametrize("watch", [(), ("--watch", "--count", "1")], ids=["once", "watch"])

@@ -7,6 +7,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from kvferry.cli.options import at
 from kvferry.cli.status.reported import Look, reported
 from kvferry.endpoint.asking import ask_status
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
@@ -42,9 +43,13 @@ def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
 
 
 def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
-    if "://" in place:
-        return ask_status(place, secret)
-    return {"socket": place, **read_status(Path(place))}
+    """An engine's answer; raises SpecError for one that this version cannot parse."""
+    answer = ask_status(place, secret) if "://" in place else {"socket": place, **read_status(Path(place))}
+    with at(place):
+        if error := answer.get("error"):
+            raise SpecError(printable(str(error)))
+        reported(answer)
+    return answer
 
 
 class EngineAsker:
@@ -79,10 +84,7 @@ class EngineAsker:
 
     def _ask(self, place: str) -> Look:
         try:
-            answer = _ask(place, self._secret)
-            if error := answer.get("error"):
-                return Look(error=printable(str(error)))
-            return Look(reported(answer))
+            return Look(reported(_ask(place, self._secret)))
         except SpecError as error:
             is_gone = "://" not in place and not is_listening(Path(place))
             return Look(error=printable(str(error)), is_gone=is_gone)
