@@ -1,6 +1,7 @@
 """``kvferry status``."""
 
 import tempfile
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_an_engine_of_another_version_hides_no_other(cli, engine):
     assert ran.code == 0
     assert f"at       {engine.address}\n" in ran.out
     assert "it runs kvferry 0.9; use `kvferry status` of that version" in ran.out
+
+
+def test_engines_are_asked_at_once_and_one_must_answer(cli):
+    both_asked = threading.Barrier(2, timeout=10)
+
+    def report():
+        return {"error": f"asked as number {both_asked.wait()}"}
+
+    opened = [open_status(name, report) for name in ("one", "other")]
+    ran = cli("status")
+    for each in opened:
+        assert each is not None
+        each.close()
+    assert "asked as number 0" in ran.out
+    assert "asked as number 1" in ran.out
+    assert ran.code == 2
 
 
 @pytest.mark.parametrize("watch", [(), ("--watch", "--count", "1")], ids=["once", "watch"])

@@ -25,11 +25,11 @@ HELP = "\n\n".join(
             "kvferry status tcp://10.0.0.7:5555",
             "kvferry status --json",
         ),
-        "Exit codes: 0 shown, or watched until Ctrl-C; 1 no engine found; 2 bad usage, or no answer.",
+        "Exit codes: 0 shown, or watched until Ctrl-C; 1 no engine found; 2 bad usage, or none answered.",
     )
 )
 
-NOT_FOUND = 1
+NOT_FOUND, NO_ANSWER = 1, 2
 
 
 def status(
@@ -68,4 +68,6 @@ def status(
             show(out, answer)
         if not answers:
             out.print("no running engine of this user on this host; pass a socket or a source's address")
-    return 0 if answers else NOT_FOUND
+    if not answers:
+        return NOT_FOUND
+    return NO_ANSWER if all("error" in answer for answer in answers) else 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvferry.cli.options import at
 from kvferry.cli.status.reported import Look, reported
@@ -18,6 +20,8 @@ from kvferry.wire.secret import Secret
 
 PATIENCE_SECONDS = 1.0
 """How long a refresh waits for slow engines."""
+
+Answer = TypeVar("Answer")
 
 UNANSWERED = Look(error="no answer yet", is_late=True)
 
@@ -33,10 +37,11 @@ def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
     """The engines' answers, sources first. Without ``engine``, failures are listed as answers."""
     if engine:
         return [_ask(engine, secret)]
+    asked = {path: _in_thread(partial(_ask, str(path), None)) for path in live_sockets()}
     found = []
-    for path in live_sockets():
+    for path, future in asked.items():
         try:
-            found.append(_ask(str(path), None))
+            found.append(future.result())
         except SpecError as error:  # it may just have ended; show the others
             found.append({"socket": str(path), "error": str(error)})
     return sorted(found, key=lambda answer: answer.get("side") != "source")
@@ -52,6 +57,20 @@ def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
     return answer
 
 
+def _in_thread(ask: Callable[[], Answer]) -> Future[Answer]:
+    """Ask in a daemon thread, so that a silent engine delays neither the others nor the exit."""
+    future = Future[Answer]()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="kvferry-ask", daemon=True).start()
+    return future
+
+
 class EngineAsker:
     """Queries engines repeatedly, with at most one open query per engine."""
 
@@ -64,7 +83,7 @@ class EngineAsker:
     def look(self) -> dict[str, Look]:
         """The current state of each engine; an engine with an open query is not queried again."""
         places = [self._engine] if self._engine else [str(path) for path in sockets()]
-        asked = {place: self._open.get(place) or self._asked(place) for place in places}
+        asked = {place: self._open.get(place) or _in_thread(partial(self._ask, place)) for place in places}
         wait([asked[place] for place in asked if place not in self._open], PATIENCE_SECONDS)
         looks = {place: future.result() for place, future in asked.items() if future.done()}
         self._open = {place: future for place, future in asked.items() if place not in looks}
@@ -73,14 +92,6 @@ class EngineAsker:
             for place in places
             if self._engine or place not in looks or not looks[place].is_gone
         }
-
-    def _asked(self, place: str) -> Future[Look]:
-        """Query in a daemon thread, so that a silent engine delays neither the others nor the exit."""
-        future = Future[Look]()
-        threading.Thread(
-            target=lambda: future.set_result(self._ask(place)), name="kvferry-ask", daemon=True
-        ).start()
-        return future
 
     def _ask(self, place: str) -> Look:
         try:
