@@ -177,6 +177,30 @@ def test_as_json_it_is_an_object(cli, name):
     assert expected in ran.answer["message"]
 
 
+def run_in_shell(command):
+    command = command.replace("kvferry", f"{sys.executable} -m kvferry")
+    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+
+
+def test_a_file_that_cannot_be_written_keeps_what_it_had(tmp_path):
+    """A limit of the file size stands for a full disk."""
+    good = tmp_path / "good.json"
+    good.write_text("kept")
+    for command, path in (
+        ("describe --model llama-3.1-8b --at tp=1", good),
+        ("keygen", tmp_path / "secret"),
+    ):
+        ran = run_in_shell(f"ulimit -f 0; kvferry {command} -o {path}")
+        assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"kvferry: {path}: File too large\n")
+    assert list(tmp_path.iterdir()) == [good]
+    assert good.read_text() == "kept"
+
+
+def test_a_device_is_written_and_not_replaced():
+    ran = run_in_shell("kvferry describe --model llama-3.1-8b --at tp=1 -o /dev/stdout | cat")
+    assert json.loads(ran.stdout)["model"] == "llama-3.1-8b"
+
+
 def test_a_bug_is_called_a_bug(cli, monkeypatch):
     import kvferry
 

@@ -68,7 +68,9 @@ def test_a_byte_between_the_blocks_is_looked_at():
     [
         ("--memory gpu", "--memory gpu: available: host"),
         ("--memory cuda:99", "--memory cuda:99: available: "),
-        ("--json nowhere/it.json", "--json nowhere/it.json: there is no folder nowhere"),
+        ("--json nowhere/it.json", "--json nowhere/it.json: No such file or directory"),
+        ("--json .", "--json .: Is a directory"),
+        ("--json /proc/it.json", "--json /proc/it.json: No such file or directory"),
     ],
 )
 def test_bad_input_runs_nothing_and_writes_nothing(cli, tmp_path, monkeypatch, words, message):

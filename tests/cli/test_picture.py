@@ -410,7 +410,7 @@ def test_a_request_that_moves_nothing_has_a_page(drawn):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("it.json", "the name must end in .html"), ("no/it.html", "there is no folder")],
+    [("it.json", "the name must end in .html"), ("no/it.html", "No such file or directory")],
 )
 def test_a_bad_name_is_said_before_any_work(cli, tmp_path, name, message):
     (tmp_path / "it.json").write_text("{}")

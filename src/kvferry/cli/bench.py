@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry.cli.options import examples
-from kvferry.errors import SpecError
+from kvferry.cli.options import check_output, examples, write_output
 
 if TYPE_CHECKING:
     from kvferry.cli.reads import ReadsSeen
@@ -52,8 +51,7 @@ def bench(
     from kvferry.cli.machine import asked_memories
     from kvferry.cli.output import progress
 
-    if json_file and not json_file.parent.is_dir():
-        raise SpecError(f"--json {json_file}: there is no folder {json_file.parent}")
+    check_output("--json", json_file)
     memories = asked_memories(memory or ())
     sizes = [
         reads.ReadCase(each, READ_BYTES // reads.NUM_LAYERS // each)
@@ -76,7 +74,7 @@ def bench(
     show(found, skipped, verdict, [*wrong, *failures])
     if json_file:
         document = as_object(found, skipped, verdict, failures, wrong)
-        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_output(json_file, json.dumps(document, indent=1).encode() + b"\n")
     if verdict != "right":
         raise typer.Exit(1)
 

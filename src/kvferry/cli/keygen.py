@@ -41,5 +41,9 @@ def keygen(
     with at(str(output)):
         # Never over an existing file: engines that run with it would lose each other.
         opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(opened, "w", encoding="ascii") as file:
-            file.write(f"{text}\n")
+        try:
+            with open(opened, "w", encoding="ascii") as file:
+                file.write(f"{text}\n")
+        except OSError:
+            output.unlink()
+            raise

@@ -158,7 +158,7 @@ def describe(
     from dataclasses import replace
 
     from kvferry.cli.engines import chosen_model, listed_ranks
-    from kvferry.cli.options import at
+    from kvferry.cli.options import at, write_output
     from kvferry.errors import SpecError
     from kvferry.models import Topology
     from kvferry.models import describe as described
@@ -174,6 +174,5 @@ def describe(
     text = manifest_to_json(manifest)
     if output is None:
         sys.stdout.write(text.decode())
-        return
-    with at(str(output)):
-        output.write_bytes(text)
+    else:
+        write_output(output, text)

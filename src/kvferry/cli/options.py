@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,3 +63,42 @@ def at(place: str) -> Iterator[None]:
         raise SpecError(f"{place}: {error}") from None
     except OSError as error:
         raise SpecError(f"{place}: {error.strerror or error}") from None
+
+
+def check_output(option: str, path: Path | None, suffix: str = "") -> None:
+    """Raise SpecError, before any work, for a file that ``write_output`` could not write.
+
+    It replaces an existing file: the suffix protects manifests.
+    """
+    if path is None:
+        return
+    with at(f"{option} {path}"):
+        if not path.name.lower().endswith(suffix):
+            raise SpecError(f"the name must end in {suffix}")
+        if path.is_dir():
+            raise SpecError("Is a directory")
+        if not _is_device(path):
+            _part(path).touch()
+            _part(path).unlink()
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Replace a file atomically; a device or a pipe is written directly."""
+    with at(str(path)):
+        if _is_device(path):
+            path.write_bytes(data)
+            return
+        part = _part(path)
+        try:
+            part.write_bytes(data)
+            part.replace(path.resolve())
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _part(path: Path) -> Path:
+    return path.resolve().with_name(f".kvferry-{os.getpid()}.part")
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file()

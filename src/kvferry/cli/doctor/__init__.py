@@ -82,10 +82,7 @@ def doctor(
 
     if listen and (peer or save or as_json):
         raise SpecError("--listen only serves memory: give --peer, --save and --json to the other doctor")
-    if save and save.suffix != ".json":
-        raise SpecError(f"--save {save}: the file name must end in .json")
-    if save and not save.absolute().parent.is_dir():
-        raise SpecError(f"{save}: there is no folder {save.parent}")
+    options.check_output("--save", save, ".json")
     memories = asked_memories(memory or ())
     if listen:
         serve(listen, memories, _say)
@@ -97,7 +94,7 @@ def doctor(
     else:
         show(observed, found)
     if save and (document := profile_document(observed)):
-        save.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        options.write_output(save, json.dumps(document, indent=1).encode() + b"\n")
         if busy := busy_words(observed):
             _say(f"{busy}: the times in {save} may be too long. Measure again on an idle machine")
     elif save:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvferry
-from kvferry.cli.options import at
+from kvferry.cli.options import check_output, write_output
 from kvferry.cli.output import milliseconds, num_bytes
 from kvferry.cli.picture.shapes import BAR_HEIGHT, STRIP_HEIGHT, WIDTH, number, tick_words
 from kvferry.errors import SpecError, counted
@@ -133,20 +132,11 @@ def _width(value: float) -> str:
 
 
 def check_pictures(asked: Mapping[str, Path | None]) -> None:
-    """Raise SpecError, before any work, for unusable files of these options.
-
-    A picture replaces an existing file: the suffix protects manifests.
-    """
+    """Raise SpecError, before any work, for unusable files of these options."""
     for option, path in asked.items():
-        if path is None:
-            continue
-        suffix = f".{option.removeprefix('--')}"
-        if path.suffix.lower() != suffix:
-            raise SpecError(f"{option} {path}: the name must end in {suffix}")
-        if not path.parent.is_dir():
-            raise SpecError(f"{option} {path}: there is no folder {path.parent}")
-
-        check_installed(option)
+        if path is not None:
+            check_output(option, path, f".{option.removeprefix('--')}")
+            check_installed(option)
 
 
 def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
@@ -157,7 +147,7 @@ def draw_plan(answer: PlanAnswer, html: Path | None, svg: Path | None) -> None:
     page = plan_page(answer)
     for path, template in ((html, "plan.html.j2"), (svg, "plan.svg.j2")):
         if path is not None:
-            _write(path, render(template, page))
+            write_output(path, render(template, page).encode())
 
 
 def draw_diff(
@@ -168,15 +158,4 @@ def draw_diff(
         return
     from kvferry.cli.picture.plan_picture import diff_page
 
-    _write(html, render("diff.html.j2", diff_page(found, a, b, given)))
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace atomically."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with at(str(path)):
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+    write_output(html, render("diff.html.j2", diff_page(found, a, b, given)).encode())
