@@ -215,6 +215,19 @@ def test_a_bug_is_called_a_bug(cli, monkeypatch):
         cli("plan", *MODEL, *ENDS)
 
 
+@pytest.mark.parametrize("words", ["models", "models --json", "models none --json"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_cannot_be_written_is_named(words, unbuffered):
+    for output, why in (("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")):
+        ran = run_in_shell(f"PYTHONUNBUFFERED={unbuffered} kvferry {words} {output}")
+        assert (ran.returncode, ran.stderr) == (2, f"kvferry: cannot write the output: {why}\n")
+
+
+def test_an_error_that_nobody_reads_is_no_bug():
+    assert run_in_shell("(kvferry models none --json; echo $? >&2) | true").stderr == "141\n"
+    assert run_in_shell("kvferry models none > /dev/full 2>&1").returncode == 2
+
+
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m kvferry describe --model deepseek-v3 --at tp=32 | head -c 20"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

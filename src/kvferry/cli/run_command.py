@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 
 from kvferry.errors import KVFerryError, MissingPackage, Refused
@@ -13,6 +15,8 @@ from kvferry.errors import KVFerryError, MissingPackage, Refused
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 
 STDOUT = 1
+OUTPUT_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
+"""Of a full disk, a closed descriptor or pipe, a lost terminal."""
 
 DEBUG = "KVFERRY_DEBUG"
 """The environment variable that shows unexpected errors with a traceback."""
@@ -20,14 +24,23 @@ DEBUG = "KVFERRY_DEBUG"
 
 def run_command(argv: Sequence[str]) -> int:
     """Run a command line; every error becomes an exit code and a message."""
-    as_json = "--json" in argv
     _never_choke()
+    try:
+        code = _outcome(argv, as_json="--json" in argv)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        return _cut_off(error)
+
+
+def _outcome(argv: Sequence[str], *, as_json: bool) -> int:
+    """Raises OSError if the output cannot be written."""
     try:
         from kvferry.cli.app import app
 
-        code = app(list(argv) or ["--help"], prog_name="kvferry", standalone_mode=False)
-        sys.stdout.flush()
-        return code or GOOD
+        return app(list(argv) or ["--help"], prog_name="kvferry", standalone_mode=False) or GOOD
     except Refused as refused:
         return _refuse(refused, as_json=as_json)
     except KVFerryError as error:
@@ -36,16 +49,22 @@ def run_command(argv: Sequence[str]) -> int:
         if not MissingPackage.is_of_ours(error):
             return _bug(error, as_json=as_json)
         return _say(str(MissingPackage.named(error)), as_json=as_json)
-    except BrokenPipeError:
-        return _quiet()
     except SystemExit as ended:  # Typer exits with 1 for a broken pipe, and with 0 after a completion
-        return _quiet() if ended.code else GOOD
+        return _cut_off(BrokenPipeError(errno.EPIPE, "")) if ended.code else GOOD
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        if _is_of_output(error):
+            raise
+        return _bug(error, as_json=as_json)
     except Exception as error:
         if usage := getattr(error, "format_message", None):
             return _say(_with_hint(usage(), argv), as_json=as_json)
         return _bug(error, as_json=as_json)
+
+
+def _is_of_output(error: OSError) -> bool:
+    return error.errno in OUTPUT_ERRORS and not error.filename
 
 
 def _bug(error: Exception, *, as_json: bool) -> int:
@@ -57,7 +76,10 @@ def _bug(error: Exception, *, as_json: bool) -> int:
 
 
 def _never_choke() -> None:
-    """Replace characters that the terminal cannot show."""
+    """Replace characters that the terminal cannot show. Writing to a closed output fails."""
+    if sys.stdout is None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), STDOUT)
+        sys.stdout = os.fdopen(STDOUT, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -93,7 +115,11 @@ def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
     return code
 
 
-def _quiet() -> int:
-    """The reader of the output has closed it (``| head``): print nothing more, not even at exit."""
+def _cut_off(error: OSError) -> int:
+    """The output cannot be written: print nothing more, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-    return CUT_OFF
+    if isinstance(error, BrokenPipeError):  # its reader has closed it (``| head``)
+        return CUT_OFF
+    with suppress(OSError):
+        return _say(f"cannot write the output: {error.strerror or error}", as_json=False)
+    return BAD_INPUT
