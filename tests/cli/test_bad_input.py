@@ -177,6 +177,19 @@ def test_as_json_it_is_an_object(cli, name):
     assert expected in ran.answer["message"]
 
 
+@pytest.mark.usefixtures("files")
+def test_names_do_not_reach_the_terminal_as_commands(cli, good, tmp_path):
+    evil = json.dumps("x\x1b[31m\x07\nPROVED  by itself\x9b2J")[1:-1]
+    hostile = good.decode().replace("gemma-2b", evil).replace("layers.0", evil).replace("bf16", evil)
+    (tmp_path / "hostile.json").write_text(hostile)
+    for words in (("diff", "good.json"), ("plan", "hostile.json", "--full"), ("plan", "good.json")):
+        ran = cli(*words, "hostile.json")
+        assert "x\\x1b[31m\\x07" in ran.out
+        assert "\nPROVED  by" not in ran.out
+        assert all(line.isprintable() for line in ran.out.split("\n"))
+    assert "\\x1b[2J" in cli("models", "none\x1b[2J").err
+
+
 def run_in_shell(command):
     command = command.replace("kvferry", f"{sys.executable} -m kvferry")
     return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)

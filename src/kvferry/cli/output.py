@@ -18,6 +18,7 @@ from rich.text import Text
 from kvferry.core.plan import name_together
 from kvferry.core.state import State
 from kvferry.errors import Code, Finding, counted
+from kvferry.wire.reading import printable
 
 OWN_FAULT = (
     "The manifest is wrong. Correct your own manifest (strides and offsets are in bytes); report one from"
@@ -145,6 +146,11 @@ def table(*columns: str, left: Sequence[str] = ()) -> Table:
     return made
 
 
+def plain(text: str) -> str:
+    """Others' text without control characters, which a terminal would obey."""
+    return printable(text, len(text))
+
+
 def print_table(out: Console, made: Table) -> None:
     """Print a table without trailing blanks."""
     with out.capture() as captured:
@@ -155,7 +161,7 @@ def print_table(out: Console, made: Table) -> None:
 def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int = 4) -> None:
     """Lines of text with a hanging indent, wrapped between words only."""
     for line in lines:
-        text = textwrap.fill(
+        parts = textwrap.wrap(
             line,
             out.width - 1,
             initial_indent=indent,
@@ -163,7 +169,7 @@ def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int
             break_long_words=False,
             break_on_hyphens=False,
         )
-        out.print(text, soft_wrap=True)
+        out.print("\n".join(map(plain, parts)), soft_wrap=True)
 
 
 def labelled(out: Console, rows: Sequence[tuple[str, str]], indent: str = "  ") -> None:
@@ -198,7 +204,7 @@ STYLES = {"PROVED": "bold green", "SAME": "bold green", "SLOW": "bold yellow", "
 
 
 def verdict(out: Console, word: str, rest: str) -> None:
-    out.print(Text.assemble((word, STYLES.get(word, "bold red")), f"  {rest}"), soft_wrap=True)
+    out.print(Text.assemble((word, STYLES.get(word, "bold red")), f"  {plain(rest)}"), soft_wrap=True)
 
 
 def findings(out: Console, found: dict[Finding, list[int]], num_ranks: int, num_more: int = 0) -> None:

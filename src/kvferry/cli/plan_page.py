@@ -108,7 +108,7 @@ def _show_links(out: Console, bills: Sequence[LinkBill], *, full: bool) -> None:
         mostly = f"{_reason(estimate)}, {100 * estimate.share:.0f} %"
         name = f"{profile.name} *" if profile in predicted else profile.name
         seconds = (milliseconds(1e3 * each) for each in (bill.seconds, bill.long_run_seconds))
-        times.add_row(name, profile.way.value, *seconds, *((bill.whose, mostly) if full else ()))
+        times.add_row(page.plain(name), profile.way.value, *seconds, *((bill.whose, mostly) if full else ()))
     print_table(out, times)
     if predicted:
         wrapped(out, ["* predicted from published figures; not measured with kvferry"])

@@ -107,7 +107,9 @@ def _with_hint(message: str, argv: Sequence[str]) -> str:
 
 
 def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
-    line = " ".join(message.split())
+    from kvferry.wire.reading import printable
+
+    line = printable(" ".join(message.split()), len(message))
     if as_json:
         print(json.dumps({"verdict": "error", "message": line}, ensure_ascii=False))
     else:

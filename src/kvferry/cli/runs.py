@@ -76,12 +76,14 @@ def _request_file(path: Path) -> tuple[Request, Slack]:
 
 def _show(plan: Plan, selection: Selection) -> None:
     """Plain columns that are never cut, whatever the terminal."""
+    from kvferry.cli.output import plain
+
     rows = [COLUMNS, *_rows(plan, selection)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if "region" in column else ">" for column in COLUMNS]
     line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     for row in rows:
-        print(line.format(*row))
+        print(plain(line.format(*row)))
     totals = f"{selection.num_runs} runs, {selection.total_bytes} bytes"
     print(f"{totals}; {len(selection.zeros)} to zero, {selection.zeros.total_bytes} bytes")
 

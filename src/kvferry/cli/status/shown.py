@@ -333,7 +333,7 @@ def show(out: Console, report: dict[str, Any]) -> None:
     is_source = report["side"] == "source"
     rows = _source_rows(report) if is_source else _destination_rows(report)
     messages = _counts({**report["refused"], **report["dropped"]})
-    out.print(Text.assemble((report["side"].upper(), "bold"), f"  {name}"), soft_wrap=True)
+    out.print(Text.assemble((_text(report["side"]).upper(), "bold"), f"  {name}"), soft_wrap=True)
     output.labelled(out, [("on", place), ("version", version), *rows, ("bad messages", messages)])
     (_show_leases if is_source else _show_loads)(out, report)
     out.print("  counts and gauges")
@@ -375,7 +375,7 @@ def _show_loads(out: Console, report: dict[str, Any]) -> None:
         table = output.table("request", "from", "phase", "for", left=("request", "from", "phase"))
         for load in report["loads"]:
             where, since = f"{_text(load['engine'])} at {_text(load['address'])}", f"{load['seconds']:.1f} s"
-            table.add_row(_text(load["request_id"]), where, load["phase"], since)
+            table.add_row(_text(load["request_id"]), where, _text(load["phase"]), since)
         output.print_table(out, table)
 
 
