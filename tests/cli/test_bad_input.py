@@ -133,6 +133,11 @@ BAD = {
     "proxy-listen-v6": (("proxy", "--listen", "::1:80"), "--listen ::1:80: expected HOST:PORT"),
     "proxy-body": (("proxy", "--max-body-mib", 0), "--max-body-mib"),
     "proxy-timeout": (("proxy", "--timeout", "nan"), "--timeout"),
+    "status-every": (("status", "--watch", "--every", "inf"), "--every inf: must be 0.1 to 86400 seconds"),
+    "status-nan": (("status", "--watch", "--every", "nan"), "--every nan: must be 0.1 to 86400 seconds"),
+    "status-no-watch": (("status", "--count", 2), "--every and --count need --watch"),
+    "status-no-port": (("status", "tcp://127.0.0.1"), "malformed address: expected tcp://HOST:PORT"),
+    "status-scheme": (("status", "udp://127.0.0.1:2"), "malformed address"),
     "demo-topology": (("demo", *MODEL, "--dst", "tp=0"), "--dst tp=0: tp must be at least 1"),
 }
 
@@ -188,6 +193,11 @@ def test_names_do_not_reach_the_terminal_as_commands(cli, good, tmp_path):
         assert "\nPROVED  by" not in ran.out
         assert all(line.isprintable() for line in ran.out.split("\n"))
     assert "\\x1b[2J" in cli("models", "none\x1b[2J").err
+
+
+def test_a_terminal_without_a_width(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1")
+    assert cli("plan", *MODEL, *ENDS, "--full").code == 0
 
 
 def run_in_shell(command):

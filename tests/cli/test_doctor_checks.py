@@ -182,6 +182,12 @@ CASES = {
         "problem",
         "kvferry keygen",
     ),
+    "two secrets": (
+        seen(secret=SecretSeen("KVFERRY_SECRET", "KVFERRY_SECRET_FILE and KVFERRY_SECRET are both set")),
+        "bad-secret",
+        "problem",
+        "unset KVFERRY_SECRET",
+    ),
     "a secret for everybody": (
         seen(secret=replace(GOOD.secret, is_open=True)),
         "open-secret-file",

@@ -163,7 +163,7 @@ def wrapped(out: Console, lines: Iterable[str], indent: str = "  ", *, hang: int
     for line in lines:
         parts = textwrap.wrap(
             line,
-            out.width - 1,
+            max(1, out.width - 1),
             initial_indent=indent,
             subsequent_indent=indent + " " * hang,
             break_long_words=False,

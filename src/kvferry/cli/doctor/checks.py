@@ -373,8 +373,8 @@ def check_secret(observed: Observed) -> Iterator[Diagnosis]:
             "bad-secret",
             f"{secret.error[:1].upper()}{secret.error[1:]}.",
             "An engine with this environment does not start.",
-            "Create one with kvferry keygen -o FILE, and set KVFERRY_SECRET_FILE to that file on every"
-            " engine.",
+            "Set KVFERRY_SECRET_FILE (and unset KVFERRY_SECRET) to the same file on every engine; kvferry"
+            " keygen -o FILE creates one.",
         )
     elif not secret.origin:
         yield note(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvferry.cli.options import Json, examples
+from kvferry.errors import SpecError
 
 HELP = "\n\n".join(
     (
@@ -30,6 +31,7 @@ HELP = "\n\n".join(
 )
 
 NOT_FOUND, NO_ANSWER = 1, 2
+EVERY, MIN_EVERY, MAX_EVERY = 1.0, 0.1, 86400.0
 
 
 def status(
@@ -41,7 +43,7 @@ def status(
         typer.Option(metavar="FILE", help="The fleet's secret.", show_default="KVFERRY_SECRET_FILE"),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two refreshes.")] = 1.0,
+    every: Annotated[float, typer.Option(metavar="S", help="Seconds between two refreshes.")] = EVERY,
     count: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="End after N refreshes.", show_default="go on")
     ] = None,
@@ -51,6 +53,10 @@ def status(
     from kvferry.cli.status.asking import EngineAsker, answers_of, secret_for
 
     secret = secret_for(engine, secret_file)
+    if not watch and (every, count) != (EVERY, None):
+        raise SpecError("--every and --count need --watch")
+    if not MIN_EVERY <= every <= MAX_EVERY:
+        raise SpecError(f"--every {every:g}: must be {MIN_EVERY:g} to {MAX_EVERY:g} seconds")
     if watch:
         from kvferry.cli.status.shown import display_for, watch_engines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -30,6 +31,8 @@ def secret_for(engine: str, secret_file: Path | None) -> Secret | None:
     """The fleet's secret if ``engine`` is an address; None for a socket."""
     if "://" not in engine:
         return None
+    if not re.fullmatch(r"tcp://[^/]+:[0-9]{1,5}", engine):
+        raise SpecError(f"{engine}: malformed address: expected tcp://HOST:PORT")
     return secret_from_file(secret_file) if secret_file else secret_from_environment()
 
 
