@@ -195,6 +195,20 @@ def test_names_do_not_reach_the_terminal_as_commands(cli, good, tmp_path):
     assert "\\x1b[2J" in cli("models", "none\x1b[2J").err
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
+        ("KVFERRY_EXPOSE", "bogus", "KVFERRY_EXPOSE='bogus': must be one of"),
+        ("KVFERRY_WAY", "direct", "KVFERRY_WAY=direct needs KVFERRY_EXPOSE=fabric"),
+    ],
+)
+def test_a_setting_that_is_refused_is_no_bug(cli, monkeypatch, setting, value, why):
+    monkeypatch.setenv(setting, value)
+    ran = cli("demo")
+    assert (ran.code, ran.out) == (2, "")
+    assert why in ran.err
+
+
 def test_a_terminal_without_a_width(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1")
     assert cli("plan", *MODEL, *ENDS, "--full").code == 0

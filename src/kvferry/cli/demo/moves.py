@@ -25,6 +25,7 @@ from kvferry.errors import counted
 from kvferry.pattern import KEPT, Checked
 from kvferry.runtime import Report, Timing
 from kvferry.transport.cuda import has_cuda
+from kvferry.transport.process import ProcessTransport
 from kvferry.transport.settings import CUDA_ENVIRONMENT
 from kvferry.wire.ticket import Ticket
 
@@ -119,6 +120,7 @@ def demonstrate(pair: Pair, num_requests: int, num_tokens: int | None, device: s
     src, dst, num_tokens = _engines(pair, num_requests, num_tokens)
     if device == "cuda" and not has_cuda():
         raise SpecError("--device cuda: this host has no CUDA driver, or no usable device")
+    ProcessTransport().close()  # raises TransportError for settings that no process accepts
     result = DemoResult(pair.model, pair.src, pair.dst, device=device)
     names = _src_names(src, dst)  # a refusal starts no process
     samples = some_samples(dst, num_requests, num_tokens)
