@@ -5,20 +5,26 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import msgspec
 import pytest
 import zmq
 
-from kvferry.endpoint import SourceEngine
+from kvferry.endpoint import SourceEngine, SourceRank
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import this_host
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.errors import SpecError
-from kvferry.runtime import FailureCode
+from kvferry.models import Topology, describe
+from kvferry.runtime import FailureCode, Timing
+from kvferry.testing.small import small
+from kvferry.transport import Hub, MemoryTransport
 from kvferry.wire.messages import PROTOCOL, Join, RankDescription, decode_from_authority, encode
 from kvferry.wire.secret import Purpose, Secret, Trust
+from tests.endpoint.conftest import with_memory
+from tests.endpoint.test_confirmed import until
 
 FLEET = Trust(Secret(b"of this fleet, 128 bit"))
 
@@ -113,6 +119,18 @@ def test_nobody_takes_a_rank_s_place_before_it_joins():
         stranger.socket.close()
     finally:
         engine.close()
+
+
+def test_a_rank_with_another_secret_says_once_that_nobody_answers(caplog):
+    engine = SourceEngine("prefill", 1, trust=FLEET)
+    described, _ = with_memory(describe(small("gqa"), Topology(), "prefill"))
+    rank = SourceRank(engine.invitation, described, MemoryTransport(Hub()), timing=Timing(retry=0.01))
+    until(lambda: "does not answer: is it a source engine with the same secret?" in caplog.text)
+    time.sleep(0.1)
+    assert caplog.text.count("does not answer") == 1
+    assert not rank.is_joined
+    rank.close()
+    engine.close()
 
 
 def test_an_invitation_does_not_show_its_credential():

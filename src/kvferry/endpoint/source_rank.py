@@ -25,6 +25,10 @@ from kvferry.wire.secret import Trust
 
 log = log_of(__name__)
 
+MANY_UNANSWERED = 20
+"""Requests to join, after which a rank says that nobody answers: 10 s."""
+UNANSWERED = "rank %d: %s does not answer: is it a source engine with the same secret?"
+
 
 class MemberThread:
     """Owns the membership of one rank (``kvferry.runtime.Member``)."""
@@ -53,7 +57,6 @@ class MemberThread:
         self._generation = 0
         """The last one that the service was told."""
         self._member = Member(authority, join, timing)  # used by the owner thread only
-        self._warn_at = edges.clock() + (timing or Timing()).meet
         self._owner = Owner(f"kvferry-src-{rank}", self._carry_out, self._tick, edges.clock)
         workers = edges.make_workers(f"kvferry-src-{rank}-work")
         self._digests = DigestService(manifest, rank, workers, self._say)
@@ -98,6 +101,8 @@ class MemberThread:
                     self._service.when_revoked(partial(self._channel.send, to, encode(ack)))
                 case Send():
                     self._channel.send(effect.to, encode(effect.message))
+                    if self._member.num_unanswered == MANY_UNANSWERED:
+                        log.warning(UNANSWERED, self._rank, self._authority)
                 case Released():
                     self._release(effect)
                 case AnswerDigest():
@@ -123,13 +128,6 @@ class MemberThread:
                 log.error("rank %d was rejected by %s: %s", self._rank, self._authority, refusal)
             else:
                 log.info("rank %d of %s: %s", self._rank, self._authority, self._state.value)
-        if self._state is Membership.JOINING and now >= self._warn_at:
-            self._warn_at = float("inf")
-            log.warning(
-                "rank %d: %s has not answered: is it the address of a source engine with the same secret?",
-                self._rank,
-                self._authority,
-            )
         return self._member.next_deadline()
 
 

@@ -47,6 +47,8 @@ class Member:
         self._heard = 0
         """The number of the last release received."""
         self._sent_at = float("-inf")
+        self.num_unanswered = 0
+        """Requests to join."""
 
     @property
     def generation(self) -> int:
@@ -58,7 +60,7 @@ class Member:
             return []
         match message:
             case JoinAck() if self.state is Membership.JOINING:
-                self.state = Membership.JOINED
+                self.state, self.num_unanswered = Membership.JOINED, 0
                 if message.generation != self._generation:
                     self._generation, self._heard = message.generation, 0
             case Rejected() if self.state is Membership.JOINED and message.code == NOT_JOINED:
@@ -90,6 +92,7 @@ class Member:
     def _say(self, now: float) -> list[MemberEffect]:
         self._sent_at = now
         is_joined = self.state is Membership.JOINED
+        self.num_unanswered += not is_joined
         message = ReleaseAck(self._generation, self._join.rank, self._heard) if is_joined else self._join
         return [Send(self._authority, message)]
 
