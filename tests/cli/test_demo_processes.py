@@ -1,15 +1,17 @@
 """``kvferry demo`` between processes: all is right, and nothing wrong or left behind goes unnamed."""
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
 from kvferry.cli.demo import moves
 from kvferry.cli.demo.engines import BlockPool
 from kvferry.cli.demo.moves import DemoTransfers
-from kvferry.cli.processes import FABRICS
+from kvferry.cli.processes import FABRICS, Worker
 from kvferry.core.request import BlockTable
 from kvferry.transport.cuda import has_cuda
 
@@ -51,6 +53,28 @@ def test_the_console_script_starts_processes_too(tmp_path):
     script = tmp_path / "kvferry"
     script.write_text(SCRIPT)
     assert_verified(started(script, *QUICK, *FEW), 2)
+
+
+def blocked_signals():
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+WHEN_IMPORTED = blocked_signals()
+
+
+class SignalMask:
+    def close(self):
+        pass
+
+    def when_imported(self):
+        return WHEN_IMPORTED
+
+
+def test_ctrl_c_is_the_parent_s_alone_even_while_a_worker_imports():
+    before = blocked_signals()
+    with closing(Worker("mask", SignalMask)) as worker:
+        assert signal.SIGINT in worker.call("when_imported")
+    assert blocked_signals() == before
 
 
 def test_the_account_as_json(cli):

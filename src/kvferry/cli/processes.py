@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,13 @@ class Worker:
         self._process = _spawn.Process(
             target=_serve, args=(theirs, dict(env or {}), factory, args), name=name, daemon=True
         )
-        self._process.start()
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        # Inherited: the parent process decides when it ends, also while it imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._start = START
         self._is_ready = False
@@ -172,7 +179,6 @@ def call_all(
 
 def _serve(pipe: Connection, env: Mapping[str, str], factory: Callable[..., Any], args: Any) -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when it ends
     os.dup2(sys.stderr.fileno(), STDOUT)  # UCX logs to standard output, which is not ours
     os.environ.update(env)
     try:
