@@ -5,8 +5,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvferry.channel.zmq import Channel, Received
+from kvferry.cli.doctor import peer
 from kvferry.cli.doctor.observe import secret as seen_secret
 from kvferry.cli.doctor.observe import setting_errors, settings
 from kvferry.cli.doctor.sockets import own_address
@@ -293,6 +296,18 @@ def test_two_doctors_with_one_secret_and_with_two(secret_file):
             assert stranger.report["reads"] == []
         process.send_signal(signal.SIGTERM)
         assert process.wait(LONG) == 0
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
+def test_another_program_does_not_have_a_wrong_secret(monkeypatch, answer):
+    monkeypatch.setattr(peer, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        called = threads.submit(peer.call, address, None)
+        with server.accept()[0] as caller:
+            caller.sendall(answer)
+            seen, _ = called.result()
+    assert (seen.is_connected, seen.answer_error) == (True, "it is another program, or suspended")
 
 
 def send_junk(address: str, secret: Path) -> None:

@@ -177,8 +177,7 @@ def check_peer(observed: Observed) -> Iterator[Diagnosis]:
             f"A process listens on {peer.address}, but rejects the connection: {secret}.",
             "Two engines connect only if they have the same secret, or if neither has one.",
             "Compare the fingerprints: `kvferry doctor --listen` prints its own when it starts. If they"
-            " differ, give both hosts the same file (KVFERRY_SECRET_FILE). If they are equal, another"
-            " program listens on that port.",
+            " differ, give both hosts the same file (KVFERRY_SECRET_FILE).",
         )
     elif peer.theirs is None:
         yield problem(

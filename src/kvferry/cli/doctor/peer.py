@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ ANSWER_SECONDS = 15.0
 NUM_BROKEN = 3
 """Failed handshakes before giving up."""
 WAIT_SECONDS = 0.5
+ZMQ_GREETING = b"\xff"
+"""The first byte that ZeroMQ sends to a caller, before any handshake."""
 NONSENSE = (ValueError, KeyError, TypeError, AttributeError)
 
 Say = Callable[[str], None]
@@ -59,7 +61,7 @@ class PeerSeen:
     tcp_error: str = ""
     """Why the port is unreachable."""
     is_connected: bool = False
-    """Whether the listener accepts our secret, or has none as we do."""
+    """Whether the listener does not reject our secret, or our lack of one."""
     answer_error: str = ""
     theirs: HostPlace | None = None
 
@@ -134,8 +136,9 @@ def _caller(data: bytes) -> str:
 
 def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemory]]:
     """Call a listening doctor: the result, and the memory that it serves."""
-    peer = PeerSeen(address.removeprefix(SCHEME), host_place(), _tcp_error(address))
-    if peer.tcp_error:
+    tcp_error, answer_error = _tcp_errors(address)
+    peer = PeerSeen(address.removeprefix(SCHEME), host_place(), tcp_error, bool(answer_error), answer_error)
+    if tcp_error or answer_error:
         return peer, []
     is_connected, data = _ask(address, secret)
     peer = replace(peer, is_connected=is_connected)
@@ -150,16 +153,19 @@ def call(address: str, secret: Secret | None) -> tuple[PeerSeen, list[ServedMemo
         ), []
 
 
-def _tcp_error(address: str) -> str:
-    """Empty if the port is reachable."""
+def _tcp_errors(address: str) -> tuple[str, str]:
+    """Why the port is not reachable, and why its listener is no channel; empty if it is."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
     except TimeoutError:
-        return f"no answer within {CONNECT_SECONDS:g} s"
+        return f"no answer within {CONNECT_SECONDS:g} s", ""
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        return error.strerror or str(error), ""
+    with connection, suppress(OSError):
+        if connection.recv(1) == ZMQ_GREETING:
+            return "", ""
+    return "", "it is another program, or suspended"
 
 
 def _ask(address: str, secret: Secret | None) -> tuple[bool, bytes | None]:
