@@ -24,19 +24,19 @@ DEBUG = "KVFERRY_DEBUG"
 
 def run_command(argv: Sequence[str]) -> int:
     """Run a command line; every error becomes an exit code and a message."""
+    as_json = "--json" in argv
     _never_choke()
     try:
-        code = _outcome(argv, as_json="--json" in argv)
+        code = _outcome(argv, as_json=as_json)
         sys.stdout.flush()
         return code
     except OSError as error:
-        if not _is_of_output(error):
-            raise
-        return _cut_off(error)
+        if error.errno in OUTPUT_ERRORS and not error.filename:
+            return _cut_off(error)
+        return _bug(error, as_json=as_json)
 
 
 def _outcome(argv: Sequence[str], *, as_json: bool) -> int:
-    """Raises OSError if the output cannot be written."""
     try:
         from kvferry.cli.app import app
 
@@ -53,18 +53,12 @@ def _outcome(argv: Sequence[str], *, as_json: bool) -> int:
         return _cut_off(BrokenPipeError(errno.EPIPE, "")) if ended.code else GOOD
     except KeyboardInterrupt:
         return INTERRUPTED
-    except OSError as error:
-        if _is_of_output(error):
-            raise
-        return _bug(error, as_json=as_json)
+    except OSError:
+        raise  # perhaps of the output
     except Exception as error:
         if usage := getattr(error, "format_message", None):
             return _say(_with_hint(usage(), argv), as_json=as_json)
         return _bug(error, as_json=as_json)
-
-
-def _is_of_output(error: OSError) -> bool:
-    return error.errno in OUTPUT_ERRORS and not error.filename
 
 
 def _bug(error: Exception, *, as_json: bool) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvferry.cli.options import at
 from kvferry.cli.status.reported import Look, reported
@@ -21,8 +21,6 @@ from kvferry.wire.secret import Secret
 
 PATIENCE_SECONDS = 1.0
 """How long a refresh waits for slow engines."""
-
-Answer = TypeVar("Answer")
 
 UNANSWERED = Look(error="no answer yet", is_late=True)
 
@@ -60,9 +58,9 @@ def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
     return answer
 
 
-def _in_thread(ask: Callable[[], Answer]) -> Future[Answer]:
+def _in_thread(ask: Callable[[], Any]) -> Future[Any]:
     """Ask in a daemon thread, so that a silent engine delays neither the others nor the exit."""
-    future = Future[Answer]()
+    future = Future[Any]()
 
     def run() -> None:
         try:
