@@ -107,7 +107,8 @@ def _place(listener: Listener) -> str:
         return listener.host
     if listener.address.startswith("@"):
         return listener.address[: len("@kvferry-")]
-    path = Path(listener.address)
+    bound = Path(listener.address)
+    path = bound.with_name(bound.name.removeprefix("."))  # renamed once it listens
     assert path.parent.stat().st_mode & 0o077 == 0, f"others can enter {path.parent}"
     assert not path.exists() or path.stat().st_mode & 0o077 == 0, f"others can connect to {path}"
     name = path.name.removesuffix(".sock").rsplit("-", 2)[0]  # without its process and what makes it unique

@@ -73,8 +73,8 @@ def _plain(value: Any) -> Any:
 
 MAX_FILES = 256
 MAX_NAME_CHARACTERS = 32
-MAX_PATH_BYTES = 107
-"""Linux's limit for a socket's address."""
+MAX_PATH_BYTES = 106
+"""Linux's limit for a socket's address, which begins with a dot until it listens."""
 MAX_REPORT_BYTES = 4 << 20
 MAX_WAITING = 64
 """Waiting callers per socket."""
@@ -92,7 +92,8 @@ class StatusSocket:
 
     def __init__(self, path: Path, report: Callable[[], StatusReport]) -> None:
         self._path, self._report = path, report
-        listening, unlisted = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path.with_suffix(".new")
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unlisted = path.with_name(f".{path.name}")
         try:
             listening.bind(str(unlisted))
             unlisted.chmod(0o600)
@@ -199,7 +200,7 @@ def _received(asking: socket.socket) -> Iterator[bytes]:
 
 def sockets() -> list[Path]:
     """The sockets of this user's endpoints, including killed ones."""
-    return sorted(path for path in status_folder().glob("*.sock") if path.is_socket())
+    return sorted(path for path in status_folder().glob("[!.]*.sock") if path.is_socket())
 
 
 def live_sockets() -> list[Path]:
