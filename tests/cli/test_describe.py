@@ -1,7 +1,13 @@
 """``kvferry describe`` and ``kvferry models``."""
 
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
+from kvferry.cli.options import write_output
 from kvferry.models import Topology, catalogue, describe, model_named
 from kvferry.wire import manifest_from_json
 
@@ -18,6 +24,55 @@ def test_one_rank_goes_to_a_file(cli, tmp_path):
     ran = cli("describe", "--model", "gpt2", "--at", "tp=3", "--rank", 2, "-o", path)
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     assert [rank.rank for rank in manifest_from_json(path.read_bytes()).ranks] == [2]
+
+
+def described(cli, path):
+    return cli("describe", "--model", "gpt2", "--at", "tp=1", "-o", path)
+
+
+def test_a_file_that_is_replaced_keeps_its_mode_and_its_links(cli, tmp_path):
+    path, link = tmp_path / "a.json", tmp_path / "link.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    assert described(cli, link).code == 0
+    assert manifest_from_json(path.read_bytes()).ranks
+    assert (path.stat().st_mode & 0o777, link.is_symlink()) == (0o600, True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.json", "link.json"]
+
+
+@pytest.mark.parametrize("what", ["open", "replace"])
+def test_a_file_in_a_folder_that_cannot_change_is_written_in_place(cli, tmp_path, monkeypatch, what):
+    """As one that is mounted into a container."""
+    path, of_path = tmp_path / "a.json", getattr(Path, what)
+    path.write_text("old")
+
+    def refused(self, *args, **kwargs):
+        if self.suffix == ".part":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return of_path(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, what, refused)
+    assert described(cli, path).code == 0
+    assert manifest_from_json(path.read_bytes()).ranks
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_loop_of_links_is_replaced(cli, tmp_path):
+    path = tmp_path / "a.json"
+    path.symlink_to(path)
+    assert described(cli, path).code == 0
+    assert manifest_from_json(path.read_bytes()).ranks
+
+
+def test_files_of_one_folder_are_not_mixed_up(tmp_path, monkeypatch):
+    """By commands in two containers, which may have one process number."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    files = {tmp_path / f"{name}.json": name.encode() * 1000 for name in "abcd"}
+    with ThreadPoolExecutor(len(files)) as pool:
+        for _ in range(100):
+            list(pool.map(lambda path: write_output(path, files[path]), files))
+            assert {path: path.read_bytes() for path in files} == files
 
 
 def test_the_catalogue_is_listed(cli):

@@ -178,6 +178,7 @@ def test_sinks_aliases_and_pools_differ(cli, tmp_path):
     }
     assert [each["tokens"] for each in ran.answer["directions"]] == [8, 16]
     assert cli("plan", *files, "--json").answer["request"]["tokens"] == 8  # more of it is not there
+    assert [cli("plan", *files, "--tokens", 16, "--kept", kept).code for kept in (3, 4)] == [2, 0]
 
 
 def test_a_request_that_does_not_fit_is_no_error_of_the_diff(cli, tmp_path):

@@ -93,8 +93,9 @@ def test_where_nobody_is(cli, tmp_path):
 def test_an_engine_of_another_version_hides_no_other(cli, engine):
     other = open_status("another", lambda: {"side": "source", "kvferry": "0.9"})
     assert other is not None
-    ran = cli("status")
+    ran, raw = cli("status"), cli("status", "--json").answer["engines"]
     other.close()
+    assert [each["side"] for each in raw if each["kvferry"] == "0.9"] == ["source"]
     assert ran.code == 0
     assert f"at       {engine.address}\n" in ran.out
     assert "it runs kvferry 0.9; use `kvferry status` of that version" in ran.out

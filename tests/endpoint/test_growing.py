@@ -166,7 +166,14 @@ def test_a_closed_offer_and_the_blocks_of_an_open_one_do_not_change(pair):
     pair.compute(0, NUM_TOKENS)
     growing.grow(pair.tables(STEP), STEP)
     other = {name: BlockTable.of(table.block_ids + 1) for name, table in pair.tables(NUM_TOKENS).items()}
-    for change in (lambda: growing.grow(other, 2 * STEP), lambda: growing.close(other)):
+    shifted = {name: BlockTable.of(table.block_ids, 8) for name, table in pair.tables(NUM_TOKENS).items()}
+    for change in (
+        lambda: growing.grow(other, 2 * STEP),
+        lambda: growing.grow({}, 2 * STEP),
+        lambda: growing.close(other),
+        lambda: growing.close(shifted),
+        lambda: growing.close({name: BlockTable.of([]) for name in other}),
+    ):
         with pytest.raises(SpecError, match="a growing table keeps the blocks that it has"):
             change()
     with pytest.raises(SpecError, match="num_complete must be an integer from 0 to 1000"):

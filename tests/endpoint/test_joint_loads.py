@@ -401,6 +401,29 @@ def test_a_state_of_more_tokens_is_passed_over_for_that_of_these(world_of):
     world.check()
 
 
+def test_a_state_of_as_many_tokens_as_are_said(world_of):
+    """A model of states only has no groups that tell the number of tokens."""
+    world = world_of(NUM_TOKENS + 10, NUM_TOKENS, model="mamba2-gqa")
+    need = only_states(world.request.need)
+    world.request = replace(world.request, need=need)
+    handle = world.destination.fetch(world.tickets(), world.request.dst, need, num_tokens=NUM_TOKENS)
+    report = world.report(handle)
+    assert (report.failure, report.record.engine) == (None, "prefill-2")
+    world.check()
+
+
+def test_a_gap_is_filled_from_a_ticket_that_ends_behind_it(world_of):
+    """What is kept behind it is not the ticket's."""
+    world = world_of(600)
+    need, kept = {}, {}
+    for name in world.request.need:
+        need[name], kept[name] = (Span(100, 500),), (Span(0, 100), Span(500, NUM_TOKENS))
+    world.request = replace(world.request, need=need, kept=kept)
+    handle = world.destination.fetch(world.tickets()[0], world.request.dst, need, kept=kept)
+    assert world.report(handle).failure is None
+    world.check()
+
+
 def test_a_fetch_keeps_what_it_was_given(world_of):
     """An engine may fill the same dictionaries for its next request at once."""
     world = world_of(NUM_TOKENS)

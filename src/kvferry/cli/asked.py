@@ -106,15 +106,15 @@ def _difference(what: str, in_src: str, in_dst: str) -> Finding:
     return Finding(Code.IDENTITY_DIFFERS, field=what, src=in_src, dst=in_dst)
 
 
-def short_window(source: Manifest, destination: Manifest) -> int:
+def short_window(source: Manifest, destination: Manifest, num_kept: int = 0) -> int:
     """The tokens that the source keeps of states of which the destination needs more; 0 if there are none."""
     pairs = _window_pairs(source, destination)
-    return min((ours.window for ours, theirs in pairs if _keeps_less(ours, theirs)), default=0)
+    return min((ours.window for ours, theirs in pairs if _keeps_less(ours, theirs, num_kept)), default=0)
 
 
-def _keeps_less(ours: Group, theirs: Group) -> bool:
-    is_less = not theirs.window or ours.window < theirs.window or ours.sinks < theirs.sinks
-    return ours.window > 0 and is_less
+def _keeps_less(ours: Group, theirs: Group, num_kept: int) -> bool:
+    lacks_sinks = ours.sinks < theirs.sinks and num_kept < theirs.sinks
+    return ours.window > 0 and (not theirs.window or ours.window < theirs.window or lacks_sinks)
 
 
 def window_words(group: Group) -> str:
@@ -181,7 +181,7 @@ class Asked:
             raise SpecError(
                 f"--kept {self.kept} must not exceed the {tokens} tokens of the request; --tokens N sets them"
             )
-        window = short_window(source, destination)
+        window = short_window(source, destination, self.kept)
         if window and tokens - self.kept > window:
             raise SpecError(
                 f"--tokens {tokens}: the source keeps only {window} tokens of some layers, and the"

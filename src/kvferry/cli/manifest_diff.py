@@ -229,9 +229,9 @@ def _orders(
 ) -> Iterator[tuple[str, str, str]]:
     """Different orders in memory. An axis of size one has no place in an order."""
     for other, state in shared:
-        views = _view(a, other), _view(b, state)
-        if views[0] is not None and views[1] is not None:
-            orders = [memory_order(view, state.item_bytes) for view in views if view is not None]
+        ours, theirs = _view(a, other), _view(b, state)
+        if ours is not None and theirs is not None:
+            orders = memory_order(ours, other.item_bytes), memory_order(theirs, state.item_bytes)
             words = [{word.strip("+"): word for word in order.split(", ")} for order in orders]
             both = [[word for name, word in each.items() if all(name in w for w in words)] for each in words]
             if both[0] != both[1]:
@@ -327,6 +327,8 @@ OTHER_MODEL = "not the same model: running engines reject each other, although t
 def verdict(found: ManifestDiff) -> tuple[str, str]:
     """A word, and a sentence."""
     word, words = VERDICTS[found.effect]
+    if found.effect is Effect.UNTRIED and not found.differences:
+        words = "nothing differs; not planned in one direction at least"
     if word == "SAME" and found.is_slow:
         words += ", but transfers are slow; see `kvferry plan`"
     return word, OTHER_MODEL if found.effect is Effect.REFUSED and found.bytes_fit else words

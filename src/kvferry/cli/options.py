@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated
 
 import typer
@@ -77,28 +80,39 @@ def check_output(option: str, path: Path | None, suffix: str = "") -> None:
             raise SpecError(f"the name must end in {suffix}")
         if path.is_dir():
             raise SpecError("Is a directory")
-        if not _is_device(path):
-            _part(path).touch()
-            _part(path).unlink()
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():
+            part = _part(path)
+            part.touch(exist_ok=False)
+            part.unlink()
+
+
+IN_PLACE = {errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV}
+"""Errors of a folder that keeps its entries: the file itself may be writable, or mounted there."""
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Replace a file atomically; a device or a pipe is written directly."""
+    """Replace a file, if possible in one step; a device or a pipe is written directly."""
     with at(str(path)):
-        if _is_device(path):
+        if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
         part = _part(path)
         try:
-            part.write_bytes(data)
-            part.replace(path.resolve())
+            with part.open("xb") as file:
+                file.write(data)
+            if path.exists():
+                shutil.copymode(path, part)
+            part.replace(os.path.realpath(path))
+        except OSError as error:
+            if error.errno not in IN_PLACE:
+                raise
+            path.write_bytes(data)
         finally:
             part.unlink(missing_ok=True)
 
 
 def _part(path: Path) -> Path:
-    return path.resolve().with_name(f".kvferry-{os.getpid()}.part")
-
-
-def _is_device(path: Path) -> bool:
-    return path.exists() and not path.is_file()
+    """A new name beside a file, or beside what it links to."""
+    return Path(os.path.realpath(path)).with_name(f".kvferry-{token_hex(8)}.part")

@@ -74,8 +74,8 @@ class Request:
     def __post_init__(self) -> None:
         check_tables("src", self.src)
         check_tables("dst", self.dst)
-        normal_spans("need", self.need)
-        normal_spans("kept", self.kept)
+        check_spans("need", self.need)
+        check_spans("kept", self.kept)
 
 
 def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
@@ -88,12 +88,11 @@ def check_tables(what: str, tables: Mapping[str, BlockTable]) -> None:
             )
 
 
-def normal_spans(what: str, by_group: Mapping[str, Any]) -> dict[str, Spans]:
-    """A copy in canonical form; raise unless every value is a list of spans."""
+def check_spans(what: str, by_group: Mapping[str, Any]) -> None:
+    """Raise unless every value is a list of spans."""
     for group, spans in by_group.items():
         if not isinstance(spans, Sequence) or not all(isinstance(span, Span) for span in spans):
             raise SpecError(f"{what} of group {group}: expected a list of spans, got {spans!r:.80}")
-    return {group: normal(spans) for group, spans in by_group.items()}
 
 
 def need_of(group: Group, num_tokens: int, num_kept: int = 0) -> Spans:

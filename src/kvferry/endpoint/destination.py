@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvferry.channel import Contact, ContactChange, Received
 from kvferry.core.manifest import Manifest
-from kvferry.core.request import BlockTable, check_tables, normal_spans
+from kvferry.core.request import BlockTable, check_spans, check_tables
 from kvferry.core.select import Slack
-from kvferry.core.span import MAX_STOP, Span, Spans
-from kvferry.core.state import Addressing, one_of
+from kvferry.core.span import MAX_STOP, Span, Spans, normal
+from kvferry.core.state import Addressing, check_range, one_of
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.gathering import ask_to_gather
 from kvferry.endpoint.load_digest import TakenDigests, check_digest_every
@@ -170,19 +170,25 @@ class Destination:
         slack: Slack = Slack.CLEAR,
         held: int | None = None,
         after: object | None = None,
+        num_tokens: int | None = None,
     ) -> int:
         """Start reading a ticket's request into these blocks; returns the handle that ``poll`` reports.
 
         Several tickets, in order of preference, make one load: each token is read from the first ticket that
         has it, and from the next if that fails. ``held``: the handle of a ``hold`` of the same tickets, which
         is continued. ``after``: a CUDA driver event, or its address; nothing is written before the device
-        reaches it. Groups without a window that need one interval of tokens can be read in parts, from
-        several sources and during the prefill.
+        reaches it. ``num_tokens``: how many tokens are there afterwards, which a ticket must cover; by
+        default as many as ``need`` says and, with a recurrent state, ``kept``. Groups without a window that
+        need one interval of tokens can be read in parts, from several sources and during the prefill.
         """
         tickets, tables = _checked(ticket), dict(tables)
         check_tables("dst", tables)
-        need, kept = normal_spans("need", need), normal_spans("kept", kept or {})
-        slack, full = one_of("slack", Slack, slack), self._full(tickets, need, kept)
+        need, kept = _checked_spans("need", need), _checked_spans("kept", kept or {})
+        if held is not None:
+            check_range("held", held, 1, MAX_STOP)
+        if num_tokens is not None:
+            check_range("num_tokens", num_tokens, 0, FAR)
+        slack, full = one_of("slack", Slack, slack), self._full(tickets, need, kept, num_tokens)
         wanted, now = (
             Fetch(tickets[0], tables, need, kept, slack, after, self._early, full=full),
             self._clock(),
@@ -192,15 +198,21 @@ class Destination:
             return held
         return self._begin(tickets, lambda handle, good: self._loads.fetch(now, handle, wanted, good))
 
-    def _full(self, tickets: Sequence[Ticket], need: Mapping[str, Spans], kept: Mapping[str, Spans]) -> Span:
+    def _full(
+        self,
+        tickets: Sequence[Ticket],
+        need: Mapping[str, Spans],
+        kept: Mapping[str, Spans],
+        num_tokens: int | None,
+    ) -> Span:
         """``Fetch.full``: a recurrent state is that of exactly these tokens."""
-        named = [*need.items(), *kept.items()]
-        ends = {span.stop for name, spans in named if name not in self._slots for span in spans}
         has_state = any(need.get(name, (Span(0, 1),)) for name in self._slots)
+        named = [*need.items(), *(kept.items() if has_state else ())]
+        ends = {span.stop for name, spans in named if name not in self._slots for span in spans}
         said = {min(FAR, max(0, each.num_tokens)) for each in tickets}
-        if not ends and has_state and len(said) > 1:
+        if num_tokens is None and not ends and has_state and len(said) > 1:
             return Span(0, 0)  # nothing tells which of the states it is
-        last = max(ends or said)
+        last = num_tokens if num_tokens is not None else max(ends or said)
         return Span(last, last + 1 if has_state else MAX_STOP)
 
     def hold(self, ticket: Ticket | Sequence[Ticket]) -> int:
@@ -424,8 +436,14 @@ class Destination:
                     self._on_refusal(result.source, result.failure)
 
 
-def _checked(ticket: Ticket | Sequence[Ticket]) -> Sequence[Ticket]:
-    tickets = tuple(ticket) if isinstance(ticket, Sequence) and not isinstance(ticket, str) else (ticket,)
+def _checked_spans(what: str, by_group: Mapping[str, Spans]) -> dict[str, Spans]:
+    """A copy: the caller may change its own."""
+    check_spans(what, by_group)
+    return {group: normal(spans) for group, spans in by_group.items()}
+
+
+def _checked(ticket: Any) -> Sequence[Ticket]:
+    tickets = tuple(ticket) if isinstance(ticket, Iterable) else (ticket,)
     for each in tickets:
         if not isinstance(each, Ticket):
             raise SpecError(f"expected a Ticket, got {type(each).__name__}: parse text with from_text")

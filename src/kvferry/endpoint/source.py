@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from kvferry.channel import ContactChange, Received
 from kvferry.core.manifest import Outline
 from kvferry.core.request import BlockTable
+from kvferry.core.span import MAX_STOP
+from kvferry.core.state import check_range
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.invitation import Invitation, advertised, check_listen
 from kvferry.endpoint.logs import LeaseLog
@@ -76,6 +78,7 @@ class GrowingOffer:
 
         Pass the tables of groups that keep all tokens; the others follow in ``close``.
         """
+        check_range("num_complete", num_complete, 0, MAX_STOP)
         if num_complete > self.ticket.num_complete:
             self._next(self._engine._offers.stage(self.ticket, tables, num_complete))
 

@@ -62,7 +62,7 @@ def status(
 
         watch_engines(EngineAsker(engine, secret), display_for(as_json=as_json, every=every), every, count)
         return 0
-    answers = answers_of(engine, secret)
+    answers = answers_of(engine, secret, is_raw=as_json)
     if as_json:
         print(json.dumps({"engines": answers}, ensure_ascii=False))
     else:

@@ -34,11 +34,15 @@ def secret_for(engine: str, secret_file: Path | None) -> Secret | None:
     return secret_from_file(secret_file) if secret_file else secret_from_environment()
 
 
-def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
-    """The engines' answers, sources first. Without ``engine``, failures are listed as answers."""
+def answers_of(engine: str, secret: Secret | None, *, is_raw: bool) -> list[dict[str, Any]]:
+    """The engines' answers, sources first. Without ``engine``, failures are listed as answers.
+
+    Unless ``is_raw``, an answer that this version cannot parse is a failure.
+    """
+    ask = _ask if is_raw else _readable
     if engine:
-        return [_ask(engine, secret)]
-    asked = {path: _in_thread(partial(_ask, str(path), None)) for path in live_sockets()}
+        return [ask(engine, secret)]
+    asked = {path: _in_thread(partial(ask, str(path), None)) for path in live_sockets()}
     found = []
     for path, future in asked.items():
         try:
@@ -49,8 +53,11 @@ def answers_of(engine: str, secret: Secret | None) -> list[dict[str, Any]]:
 
 
 def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
-    """An engine's answer; raises SpecError for one that this version cannot parse."""
-    answer = ask_status(place, secret) if "://" in place else {"socket": place, **read_status(Path(place))}
+    return ask_status(place, secret) if "://" in place else {"socket": place, **read_status(Path(place))}
+
+
+def _readable(place: str, secret: Secret | None) -> dict[str, Any]:
+    answer = _ask(place, secret)
     with at(place):
         if error := answer.get("error"):
             raise SpecError(printable(str(error)))
@@ -96,7 +103,7 @@ class EngineAsker:
 
     def _ask(self, place: str) -> Look:
         try:
-            return Look(reported(_ask(place, self._secret)))
+            return Look(reported(_readable(place, self._secret)))
         except SpecError as error:
             is_gone = "://" not in place and not is_listening(Path(place))
             return Look(error=printable(str(error)), is_gone=is_gone)

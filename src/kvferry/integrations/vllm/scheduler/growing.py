@@ -157,7 +157,11 @@ class GrowingPrefills:
             most = prefill.request.num_prompt_tokens - 1  # its end brings the last stage
             num_complete = min(done.num_complete - self._groups.num_unfinished, most)
             if num_complete // PART_TOKENS > known // PART_TOKENS:
-                done.offer.grow(self._tables(prefill.request), num_complete)
+                try:
+                    done.offer.grow(self._tables(prefill.request), num_complete)
+                except SpecError as error:  # its blocks were replaced
+                    log.warning("%s is not read during its prefill: %s", done.request_id, error)
+                    self._revoke(prefill)
 
     def take(self, request_id: str) -> GrowingOffer | None:
         """Remove a request that ends; returns its offer, if it has one."""

@@ -464,7 +464,8 @@ class Incoming:
             self._num_kept_out += sum(map(len, filling.partial.values()))
         if filling.held_from:
             self._held_from[load.request_id] = filling.held_from
-        return replace(load, tables=tables, need=filling.need, kept=self._groups.kept(num_kept))
+        kept = self._groups.kept(num_kept)
+        return replace(load, tables=tables, need=filling.need, kept=kept, num_tokens=num_tokens)
 
     def take_held_from(self, request_id: str) -> int:
         """The token from which on an ended request's load has filled every cell of its blocks."""

@@ -27,6 +27,8 @@ class Load:
     tables: dict[str, BlockTable] = field(default_factory=dict)
     need: dict[str, Spans] = field(default_factory=dict)
     kept: dict[str, Spans] = field(default_factory=dict)
+    num_tokens: int | None = None
+    """That are there afterwards."""
     refusal: str = ""
     """Why the load is rejected."""
 

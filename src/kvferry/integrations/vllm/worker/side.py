@@ -206,6 +206,7 @@ class WorkerSide:
             kept=load.kept,
             held=ongoing.handle if ongoing else None,
             after=self._mark.cuda_event if self._mark else None,
+            num_tokens=load.num_tokens,
         )
         self._ongoing[request_id] = _Ongoing(load.tickets, handle, is_awaited=True, mark=self._mark)
         self._requests[handle] = request_id
