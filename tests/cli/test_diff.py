@@ -30,7 +30,7 @@ def test_the_same_engine_twice(cli, tmp_path):
 
 
 def test_ranks_and_pools_are_none_of_a_transfers_business(cli):
-    ran = cli("diff", *MODEL, "tp=2,block=128,blocks=5000", "tp=4,block=128", "--json")
+    ran = cli("diff", *MODEL, "tp=2,blocks=5000", "tp=4", "--json")
     assert (ran.code, ran.answer["verdict"]) == (0, "harmless")
     assert differences(ran.answer) == {
         "held by": (

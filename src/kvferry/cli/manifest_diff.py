@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.cli.asked import WINDOW, Asked, Billed, fitting_tokens, window_words, without_requirement
-from kvferry.cli.bill import Bill, LinkBill
+from kvferry.cli.bill import SLOW, Bill, LinkBill
 from kvferry.cli.link_profile import RDMA_400
 from kvferry.cli.output import cell_words, kind_of, milliseconds
 from kvferry.core.box import TOKEN, Box
@@ -112,7 +112,7 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
     a, b = without_requirement(a, b)
     directions = _direction("a -> b", a, b, asked), _direction("b -> a", b, a, asked)
     places = Effect.UNTRIED if any(each.is_untried for each in directions) else Effect.HARMLESS
-    if ManifestDiff((), directions).is_slow:
+    if _is_slower(a, b, directions, asked):
         places = Effect.SLOWER
     windows = Effect.REFUSED if of_models else Effect.HARMLESS
     told = (
@@ -123,6 +123,15 @@ def manifest_diff(a: Manifest, b: Manifest, asked: Asked, of_models: Sequence[Fi
     found = (*_meaning(a, b), *told, *_places(a, b, places, windows), *_engines(a, b))
     order = list(Effect)
     return ManifestDiff(tuple(sorted(found, key=lambda each: order.index(each.effect))), directions)
+
+
+def _is_slower(a: Manifest, b: Manifest, directions: Iterable[Direction], asked: Asked) -> bool:
+    """Whether a request takes much longer than between two engines like ``a``, or two like ``b``."""
+    slow = [bill.seconds for each in directions if (bill := each.over_network) and bill.is_slow]
+    if not slow:
+        return False
+    equal = (_direction("", each, each, asked).over_network for each in (a, b))
+    return max(slow) >= SLOW * min((bill.seconds for bill in equal if bill), default=0.0)
 
 
 def _direction(name: str, source: Manifest, destination: Manifest, asked: Asked) -> Direction:
