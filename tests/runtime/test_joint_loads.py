@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import cast
 
@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.span import Span, Spans, intersect, normal, subtract
-from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report
+from kvferry.models import Topology, describe
+from kvferry.runtime import Failure, FailureCode, Fetch, Reader, Report, fetch_job
 from kvferry.runtime.joint_loads import JointLoads
 from kvferry.runtime.values import ALL, FAR, AllRead, Effect, Record
+from kvferry.testing.small import small
 from kvferry.wire.ticket import Ticket
 
 LOAD = 77
@@ -385,3 +387,23 @@ def test_parts_lie_side_by_side_and_clear_the_edges_of_a_block_once():
         (Span(0, 512),),
     ]
     assert whole.part(ALL) is whole
+
+
+@pytest.mark.parametrize(
+    ("part", "tail", "are_all"), [(256, "partial", True), (192, "partial", False), (192, "complete", True)]
+)
+def test_groups_whose_partial_cells_cross_the_start_of_a_part_are_read_whole(
+    monkeypatch, part, tail, are_all
+):
+    """Of two sources, each would have a piece of such a cell."""
+    monkeypatch.setattr(fetch_job, "PART_TOKENS", part)
+    described = describe(small("compressed"), Topology(block=384, blocks=100), "decode")
+    manifest = replace(described, states=tuple(replace(state, tail=tail) for state in described.states))
+    long_cells = {
+        view.group
+        for view in manifest.ranks[0].views
+        if manifest.state_by_name[view.state].tokens_per_cell == 128
+    }
+    tables = {group.name for group in manifest.groups if not group.window}
+    assert long_cells < tables
+    assert fetch_job.groups_in_parts(manifest, 0) == (tables if are_all else tables - long_cells)
