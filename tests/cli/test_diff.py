@@ -42,6 +42,12 @@ def test_ranks_and_pools_are_none_of_a_transfers_business(cli):
     }
 
 
+def test_both_sides_are_measured_by_their_own_items(cli):
+    sides = "tp=1", "tp=2,layout=NHD,dtype=fp8_e4m3"
+    there, back = (differences(cli("diff", *MODEL, *each, "--json").answer) for each in (sides, sides[::-1]))
+    assert there["order in memory"] == back["order in memory"][::-1]
+
+
 def test_another_layout_is_slower_by_its_plan(cli):
     ran = cli("diff", *MODEL, "tp=2", "tp=2,layout=NHD,block=32", "--json")
     assert (ran.code, ran.answer["verdict"]) == (1, "slower")

@@ -41,8 +41,9 @@ def test_it_asks_to_join_until_it_is_answered(member):
     assert member.tick(0.4) == []
     assert member.next_deadline() == 0.5
     assert member.tick(0.5) == [Send(HERE, JOIN)]
+    assert member.num_unanswered == 2
     assert member.receive(0.6, HERE, JoinAck("prefill", 7)) == []
-    assert member.state is Membership.JOINED
+    assert (member.state, member.num_unanswered) == (Membership.JOINED, 0)
 
 
 def test_who_is_turned_away_says_why_and_asks_no_more(member):
