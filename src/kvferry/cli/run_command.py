@@ -7,14 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from io import TextIOWrapper
 
 from kvferry.errors import KVFerryError, MissingPackage, Refused
 
 GOOD, REFUSED, BAD_INPUT, BUG, INTERRUPTED, CUT_OFF = 0, 1, 2, 3, 130, 141
 
-STDOUT = 1
+STDOUT, STDERR = 1, 2
 OUTPUT_ERRORS = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE}
 """Of a full disk, a closed descriptor or pipe, a lost terminal."""
 
@@ -113,9 +112,12 @@ def _say(message: str, *, as_json: bool, code: int = BAD_INPUT) -> int:
 
 def _cut_off(error: OSError) -> int:
     """The output cannot be written: print nothing more, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
     if isinstance(error, BrokenPipeError):  # its reader has closed it (``| head``)
         return CUT_OFF
-    with suppress(OSError):
+    try:
         return _say(f"cannot write the output: {error.strerror or error}", as_json=False)
-    return BAD_INPUT
+    except OSError:
+        os.dup2(nowhere, STDERR)
+        return BAD_INPUT
