@@ -11,12 +11,11 @@ from kvferry.core.span import MAX_STOP
 from kvferry.core.state import check_range
 from kvferry.endpoint.edges import Edges
 from kvferry.endpoint.owner import Owner
-from kvferry.errors import SpecError
 from kvferry.runtime.claims import ClaimEnd, Claimer, ClaimerEffect
 from kvferry.runtime.values import HangUp, Send
 from kvferry.wire.messages import Claimed, decode_from_authority, encode
 from kvferry.wire.secret import Trust
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import Ticket, check_ticket
 
 PATIENCE_SECONDS, RETRY_SECONDS = 1.5, 0.5
 """A source answers within a second; computing the request is cheaper than a longer wait."""
@@ -37,8 +36,7 @@ class Claimant:
 
     def claim(self, ticket: Ticket, num_tokens: int) -> int:
         """Claim the first tokens of a soft offer; returns the number that ``poll`` reports."""
-        if not isinstance(ticket, Ticket):
-            raise SpecError(f"expected a Ticket, got {type(ticket).__name__}: parse text with from_text")
+        check_ticket(ticket)
         check_range("num_tokens", num_tokens, 0, MAX_STOP)
         number = next(self._numbers)
         self._owner.put(lambda now: self._claimer.claim(now, number, ticket, num_tokens))

@@ -61,7 +61,7 @@ from kvferry.runtime.values import (
 from kvferry.transport.base import Transport
 from kvferry.wire.messages import decode_from_authority, encode
 from kvferry.wire.secret import Trust
-from kvferry.wire.ticket import Ticket
+from kvferry.wire.ticket import Ticket, check_ticket
 
 if TYPE_CHECKING:
     from kvferry.endpoint.metrics import EngineMetrics  # needs Prometheus' package, which may be absent
@@ -189,10 +189,8 @@ class Destination:
         if num_tokens is not None:
             check_range("num_tokens", num_tokens, 0, FAR)
         slack, full = one_of("slack", Slack, slack), self._full(tickets, need, kept, num_tokens)
-        wanted, now = (
-            Fetch(tickets[0], tables, need, kept, slack, after, self._early, full=full),
-            self._clock(),
-        )
+        wanted = Fetch(tickets[0], tables, need, kept, slack, after, self._early, full=full)
+        now = self._clock()
         if held is not None:
             self._owner.put(lambda _: self._loads.supply(now, held, wanted, tickets))
             return held
@@ -445,8 +443,7 @@ def _checked_spans(what: str, by_group: Mapping[str, Spans]) -> dict[str, Spans]
 def _checked(ticket: Any) -> Sequence[Ticket]:
     tickets = tuple(ticket) if isinstance(ticket, Iterable) else (ticket,)
     for each in tickets:
-        if not isinstance(each, Ticket):
-            raise SpecError(f"expected a Ticket, got {type(each).__name__}: parse text with from_text")
+        check_ticket(each)
     if not tickets:
         raise SpecError("expected a Ticket, got none")
     return tickets

@@ -48,7 +48,7 @@ class Member:
         """The number of the last release received."""
         self._sent_at = float("-inf")
         self.num_unanswered = 0
-        """Requests to join."""
+        """Requests to join since the last answer."""
 
     @property
     def generation(self) -> int:

@@ -167,6 +167,11 @@ def num_common_tokens(ours: bytes, theirs: bytes) -> int:
     return num_parts * PART_TOKENS
 
 
+def check_ticket(ticket: object) -> None:
+    if not isinstance(ticket, Ticket):
+        raise SpecError(f"expected a Ticket, got {type(ticket).__name__}: parse text with from_text")
+
+
 def tables_to_wire(tables: Mapping[str, BlockTable]) -> dict[str, TableDoc]:
     """Block tables for a ticket; raises SpecError for other types."""
     check_tables("offered", tables)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.options import at
-from kvferry.cli.status.reported import Look, reported
+from kvferry.cli.status.reported import Look, Reported, reported
 from kvferry.endpoint.asking import ask_status
 from kvferry.endpoint.secret_source import secret_from_environment, secret_from_file
 from kvferry.endpoint.status import is_listening, live_sockets, read_status, sockets
@@ -59,10 +59,14 @@ def _ask(place: str, secret: Secret | None) -> dict[str, Any]:
 def _readable(place: str, secret: Secret | None) -> dict[str, Any]:
     answer = _ask(place, secret)
     with at(place):
-        if error := answer.get("error"):
-            raise SpecError(printable(str(error)))
-        reported(answer)
+        _parsed(answer)
     return answer
+
+
+def _parsed(answer: dict[str, Any]) -> Reported:
+    if error := answer.get("error"):
+        raise SpecError(printable(str(error)))
+    return reported(answer)
 
 
 def _in_thread(ask: Callable[[], Any]) -> Future[Any]:
@@ -103,7 +107,7 @@ class EngineAsker:
 
     def _ask(self, place: str) -> Look:
         try:
-            return Look(reported(_readable(place, self._secret)))
+            return Look(_parsed(_ask(place, self._secret)))
         except SpecError as error:
             is_gone = "://" not in place and not is_listening(Path(place))
             return Look(error=printable(str(error)), is_gone=is_gone)
